@@ -23,9 +23,14 @@ OUTSIDE = {
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "paper/README.md": "paper/index.md",
     "paper/cfedavg/README.md": "paper/cfedavg/index.md",
     "paper/cfedavg/claims.md": "paper/cfedavg/claims.md",
     "paper/cfedavg/decisions.md": "paper/cfedavg/decisions.md",
+    "paper/niid_bench/README.md": "paper/niid_bench/index.md",
+    "paper/niid_bench/table.md": "paper/niid_bench/table.md",
+    "paper/shakespeare/README.md": "paper/shakespeare/index.md",
+    "paper/shakespeare/table.md": "paper/shakespeare/table.md",
     "examples/notebook.ipynb": "start/notebook.md",
 }
 # The files from which the pages of the reference are generated.

@@ -22,7 +22,11 @@ ROOT = Path(__file__).parents[1]
 PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
-    *sorted((ROOT / "paper/cfedavg").glob("*.md")),
+    *(
+        page
+        for folder in (".", "cfedavg", "niid_bench", "shakespeare")
+        for page in sorted((ROOT / "paper" / folder).glob("*.md"))
+    ),
 ]
 README = ROOT / "README.md"
 SNIPPETS = [

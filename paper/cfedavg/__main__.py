@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shlex
 import sys
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cfedavg import Callback, InputError
+from cfedavg import InputError
 from cfedavg.sweep import CELLS, MANY, SealedCell, Study, Sweep, is_beginning, read_cells
+from paper import common
 from paper.cfedavg import experiment
 from paper.cfedavg.claims.page import judge_all, write_page
 from paper.cfedavg.studies import SMALL
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
-
-
-class Voice(Callback):
-    """A callback that prints the messages of a run and the accuracy of each round."""
-
-    def on_message(self, text: str) -> None:
-        print(text, flush=True)
-
-    def on_row(self, row: dict[str, Any]) -> None:
-        if "test_accuracy" in row:
-            print(f"round {row['round'] + 1}: accuracy {row['test_accuracy']:.2%}", flush=True)
 
 
 def names() -> list[str]:
@@ -49,16 +38,10 @@ def find(name: str, scale: str = "paper", seeds: int = 1, **more: Any) -> Study:
 
 def run(given: argparse.Namespace) -> None:
     """Run the missing cells of experiments and studies, then draw all finished cells."""
-    typed = {key: value for key in ("device", "precision", "data_dir") if (value := getattr(given, key))}
+    typed = common.typed_options(given)
     chosen = [find(name, given.scale, given.seeds, typed=typed, rounds=given.rounds) for name in given.names]
-    sweep = Sweep(chosen, given.out, None, given.only or ("*",))
-    sweep.open(resume=given.resume)
-    words = ["python", "-m", "paper.cfedavg", "run", *given.names, "--scale", given.scale]
-    words += ["--seeds", str(given.seeds)] + (["--rounds", str(given.rounds)] if given.rounds else [])
-    for key, value in typed.items():
-        words += ["--" + key.replace("_", "-"), "DIR" if key == "data_dir" else value]
     try:
-        sweep.run(command=shlex.join(words), minutes=given.minutes, show=lambda *_: nullcontext(Voice()))
+        common.run_cells(chosen, given, ["python", "-m", "paper.cfedavg", "run", *given.names])
     finally:
         Sweep([find(name, given.scale) for name in given.names], given.out).draw()
 
@@ -78,10 +61,7 @@ def judge(given: argparse.Namespace) -> None:
         raise InputError(f"{given.out} holds no cells of the scale {given.scale}; make some with `run`")
     judged = judge_all(found, planned)
     text = write_page(judged, given.words)
-    try:
-        given.page.write_text(text)
-    except OSError as error:
-        raise InputError(f"cannot write {given.page} ({error.strerror})") from None
+    common.write_page(given.page, text)
     missing = sum(finding is None for _, finding in judged)
     print(
         f"{len(judged) - missing} claims judged from {len(found)} cells, {missing} not run yet: {given.page}"
@@ -107,21 +87,13 @@ def parse(words: list[str]) -> argparse.Namespace:
     """Return the parsed command line."""
     parser = argparse.ArgumentParser("python -m paper.cfedavg", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("--scale", default="paper", help="smoke: minutes on a laptop; small: an hour; paper")
-    shared.add_argument("--out", type=Path, default=RESULTS, help="folder of cells and figures")
-    some = argparse.ArgumentParser(add_help=False)
-    some.add_argument("--only", action="append", help="cells of these names; * stands for anything")
-    adder = commands.add_parser("run", parents=[shared, some], help="run the missing cells, and draw")
+    shared = common.shared_parser(RESULTS)
+    runner = [shared, common.run_parser(seeds=1)]
+    adder = commands.add_parser("run", parents=runner, help="run the missing cells, and draw")
     adder.add_argument("names", nargs="+", metavar="NAME", help=", ".join(names()))
-    adder.add_argument("--seeds", type=int, default=1, help="run each cell with seeds 0, 1, ...")
-    adder.add_argument("--rounds", type=int, help="only the first rounds of each run")
-    adder.add_argument("--minutes", type=float, default=float("inf"), help="stop after this many minutes")
-    adder.add_argument("--resume", action="store_true", help="continue what an earlier call began")
-    for name in ("device", "precision", "data-dir"):
-        adder.add_argument(f"--{name}", help="as in `cfedavg run`")
-    drawer = commands.add_parser("draw", parents=[shared, some], help="draw figures and tables from cells")
+    drawer = commands.add_parser("draw", parents=[shared], help="draw figures and tables from cells")
     drawer.add_argument("names", nargs="*", metavar="NAME")
+    drawer.add_argument("--only", action="append", help="cells of these names; * stands for anything")
     drawer.add_argument("--seeds", type=int, help="seeds 0, 1, ... only")
     judging = commands.add_parser("claims", parents=[shared], help="judge the claims, and write their page")
     judging.add_argument("--page", type=Path, default=HERE / "claims.md")
@@ -132,14 +104,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 def main(words: list[str]) -> int:
     """Run the command and return its exit code; bad input prints one sentence and returns 2."""
     given = parse(words)
-    try:
-        {"run": run, "draw": draw, "claims": judge}[given.command](given)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return common.exit_code(partial({"run": run, "draw": draw, "claims": judge}[given.command], given))
 
 
 if __name__ == "__main__":

@@ -19,10 +19,11 @@ from paper.cfedavg.claims.page import judge_all, write_page
 
 HERE = Path(paper.__file__).parent
 PUBLIC = ("cfedavg", "cfedavg.compress", "cfedavg.data", "cfedavg.report", "cfedavg.sweep", "cfedavg.theory")
-MODULES = sorted(HERE.rglob("*.py"))
+PAPERS = HERE.parent
+MODULES = sorted(PAPERS.rglob("*.py"))
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(HERE).as_posix())
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PAPERS).as_posix())
 def test_the_paper_uses_the_public_api_alone(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -33,10 +34,10 @@ def test_the_paper_uses_the_public_api_alone(path: Path) -> None:
             assert names <= {*importlib.import_module(node.module).__all__}, ast.unparse(node)
 
 
-@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(HERE).as_posix())
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(PAPERS).as_posix())
 def test_examples(path: Path) -> None:
-    name = ".".join(path.relative_to(HERE).with_suffix("").parts).removesuffix(".__init__")
-    module = importlib.import_module("paper.cfedavg" if name == "__init__" else f"paper.cfedavg.{name}")
+    name = ".".join(path.relative_to(PAPERS).with_suffix("").parts).removesuffix(".__init__")
+    module = importlib.import_module(f"paper.{name}")
     assert doctest.testmod(module).failed == 0
 
 
