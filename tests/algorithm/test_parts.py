@@ -107,7 +107,7 @@ def test_engines_agree(row: Row, engine: str, device: str) -> None:
 
 @every_part
 def test_a_resume_is_bitwise(row: Row, tmp_path: Path) -> None:
-    options: dict[str, Any] = {row.field: row.text}
+    options: dict[str, Any] = {"engine": "sequential", row.field: row.text}
     config = Config(rounds=5, local_steps="1..4", batch_size=8, drop_rate=0.3, checkpoint_every=2, **options)
     run(config, blobs(), out=tmp_path / "whole")
     run(config.replace(rounds=3), blobs(), out=tmp_path / "parts")

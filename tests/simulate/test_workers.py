@@ -102,14 +102,14 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def context(kind: str) -> Any:
         """No worker may collect what it inherits of a former run's connections: it lacks their threads."""
         gc.collect()
-        gc.freeze()
+        gc.disable()
         return fork
 
     monkeypatch.setattr("cfedavg.simulate.workers.multiprocessing.get_context", context)
     as_it_is = SimpleNamespace(dumps=lambda job: job, loads=lambda job: job)  # a fork has everything
     monkeypatch.setattr("cfedavg.simulate.workers.pickle", as_it_is)
     yield
-    gc.unfreeze()
+    gc.enable()
 
 
 def contents(out: Path) -> dict[str, Any]:
