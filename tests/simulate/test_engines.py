@@ -50,10 +50,20 @@ def play(
     return state, rows
 
 
+last: list[Any] = [None, None]  # what the reference played, and that
+
+
+def play_reference(config: Config, task: Task) -> tuple[State, list[dict[str, Any]]]:
+    """Play it once where each engine is compared with the same."""
+    if last[0] != (key := (config, task.fingerprint)):
+        last[:] = key, play(config.replace(engine="reference"), task)
+    return last[1]  # type: ignore[no-any-return]
+
+
 def agree(task: Task, engine: str, device: str, **options: Any) -> list[str]:
     """The engine's states and rows against the reference's; return what the engine says of itself."""
     config, said = Config(device=device, **options), list[str]()
-    expected, rows = play(config.replace(engine="reference"), task)
+    expected, rows = play_reference(config, task)
     found, mine = play(config.replace(engine=engine), task, say=said.append)
     torch.testing.assert_close(found.x, expected.x, **CLOSE)
     torch.testing.assert_close(found.b, expected.b, **CLOSE)
@@ -383,10 +393,18 @@ def test_broadcasts(compressor: str, engine: str, device: str) -> None:
     agree(blobs(), engine, device, compressor="topk(0.8)", compressor_down=compressor, **options)
 
 
+# What is left of a message is no part of it: without feedback, one engine shows what both do.
+WAYS = [
+    ("ef", "sequential"),
+    ("ef", "batched"),
+    ("none", "sequential"),
+    pytest.param("none", "batched", marks=pytest.mark.slow),
+]
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("feedback", "engine"), WAYS)
 @pytest.mark.parametrize("compressor", EXAMPLES)
-@pytest.mark.parametrize("feedback", ["ef", "none"])
 def test_compressors(compressor: str, feedback: str, engine: str, device: str) -> None:
     agree(blobs(), engine, device, compressor=compressor, feedback=feedback, batch_size=8)
 
