@@ -50,20 +50,10 @@ def play(
     return state, rows
 
 
-last: list[Any] = [None, None]  # what the reference played, and that
-
-
-def play_reference(config: Config, task: Task) -> tuple[State, list[dict[str, Any]]]:
-    """Play it once where each engine is compared with the same."""
-    if last[0] != (key := (config, task.fingerprint)):
-        last[:] = key, play(config.replace(engine="reference"), task)
-    return last[1]  # type: ignore[no-any-return]
-
-
 def agree(task: Task, engine: str, device: str, **options: Any) -> list[str]:
     """The engine's states and rows against the reference's; return what the engine says of itself."""
     config, said = Config(device=device, **options), list[str]()
-    expected, rows = play_reference(config, task)
+    expected, rows = play(config.replace(engine="reference"), task)
     found, mine = play(config.replace(engine=engine), task, say=said.append)
     torch.testing.assert_close(found.x, expected.x, **CLOSE)
     torch.testing.assert_close(found.b, expected.b, **CLOSE)
