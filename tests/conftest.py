@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -27,6 +28,13 @@ settings.load_profile("untimed")
 for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     if signal.getsignal(ignored) is signal.SIG_IGN:
         signal.signal(ignored, signal.default_int_handler if ignored == signal.SIGINT else signal.SIG_DFL)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Spare all collections of garbage the 600,000 objects that imports and tests are: 0.3 s each."""
+    gc.collect()
+    gc.freeze()
 
 
 class Point(nn.Module):

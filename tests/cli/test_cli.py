@@ -23,7 +23,9 @@ from tests.conftest import Command
 from tests.golden_cases import FOLDER as GOLDEN
 from tests.golden_cases import NET
 
-SMALL = ["--model", "linear", "--clients", "4", "--rounds", "2", "--local-steps", "2"]
+SMALL = [
+    "--model", "linear", "--clients", "4", "--rounds", "2", "--local-steps", "2", "--engine", "sequential",
+]  # fmt: skip
 
 
 def test_run_writes_everything(cfedavg: Command, tmp_path: Path) -> None:

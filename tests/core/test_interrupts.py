@@ -158,7 +158,7 @@ def test_a_stream_that_lacks_a_character_gets_a_question_mark() -> None:
 
 # --- the command ----------------------------------------------------------------------------------------
 
-RUN = ["run", "--model", "linear", "--clients", "4", "--local-steps", "2"]
+RUN = ["run", "--model", "linear", "--clients", "4", "--local-steps", "2", "--engine", "sequential"]
 
 # Ctrl-C five times, from the moment on that the command imports a module, or saves.
 PRESSING = """

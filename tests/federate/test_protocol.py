@@ -137,7 +137,7 @@ def feedback_schedules(count: int, feedback: Feedback, tolerance: float) -> int:
 
 
 def test_control_variates_keep_their_law_under_faults() -> None:
-    for seed in range(FEW):
+    for seed in range(FEW // 3):
         assert ControlWorld(seed).run().applied > 0
 
 
@@ -147,7 +147,8 @@ def test_every_feedback_is_tried() -> None:
 
 @pytest.mark.parametrize("name", LAWS)
 def test_the_law_of_each_feedback_under_faults(name: str) -> None:
-    assert feedback_schedules(FEW, *LAWS[name]) == 0
+    """A wrong one breaks its law in nearly all schedules: see `test_a_wrong_feedback_is_caught`."""
+    assert feedback_schedules(FEW // 3, *LAWS[name]) == 0
 
 
 @pytest.mark.slow

@@ -17,10 +17,7 @@ from cfedavg.simulate.host_copies import Copy, HostCopies
 from cfedavg.simulate.state import State, save
 from tests.conftest import blobs
 from tests.disk import Killed
-from tests.simulate.test_run import BASE as ANY_ENGINE
-from tests.simulate.test_run import Stop, assert_same_run, run
-
-BASE = ANY_ENGINE.replace(engine="sequential")  # to list steps would take longer than these runs
+from tests.simulate.test_run import BASE, Stop, assert_same_run, run
 
 
 def write_rows_later(monkeypatch: pytest.MonkeyPatch) -> None:

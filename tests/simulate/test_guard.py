@@ -26,7 +26,7 @@ run = partial(run_and_draw, draw=False)
 # Residuals grow from the first round on, and soon exceed a low limit.
 BASE = Config(
     rounds=14, local_steps=2, compressor="rd(0.99)", compressor_down="none", guard="adapt",
-    checkpoint_every=3, precision="float64",
+    checkpoint_every=3, precision="float64", engine="sequential",
 )  # fmt: skip
 
 

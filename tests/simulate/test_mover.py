@@ -199,7 +199,7 @@ def test_closing_ends_threads_that_wait_for_each_other(
 
 # --- runs -----------------------------------------------------------------------------------------------
 
-MOVED = BASE.replace(rounds=6, checkpoint_every=4)
+MOVED = BASE.replace(engine="auto", rounds=6, checkpoint_every=4)  # which steps together
 
 
 def late(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:

@@ -102,14 +102,14 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def context(kind: str) -> Any:
         """No worker may collect what it inherits of a former run's connections: it lacks their threads."""
         gc.collect()
-        gc.freeze()
+        gc.disable()
         return fork
 
     monkeypatch.setattr("cfedavg.simulate.workers.multiprocessing.get_context", context)
     as_it_is = SimpleNamespace(dumps=lambda job: job, loads=lambda job: job)  # a fork has everything
     monkeypatch.setattr("cfedavg.simulate.workers.pickle", as_it_is)
     yield
-    gc.unfreeze()
+    gc.enable()
 
 
 def contents(out: Path) -> dict[str, Any]:
@@ -550,8 +550,8 @@ def test_one_run_after_another() -> None:
     """The first ends with an error; connections and settings of it are gone when the next one starts."""
     with pytest.raises(Diverged):
         run(BASE.replace(workers=2, eta_local=1e30), task())
-    first, second = (run(BASE.replace(workers=2, rounds=2), task()).rows for _ in range(2))
-    assert first[1]["train_loss"] == second[1]["train_loss"]
+    alone, shared = (run(BASE.replace(workers=n, rounds=2), task()).rows for n in (1, 2))
+    assert alone[1]["train_loss"] == shared[1]["train_loss"]
 
 
 # --- errors on another rank -----------------------------------------------------------------------------
