@@ -123,14 +123,14 @@ def run_timed(words: list[str], out: Path) -> None:
     sys.argv = ["cfedavg", *words]
     os.fsync = clock.timed("sync files", os.fsync)
     from cfedavg import cli
+    from cfedavg.core.interrupts import end_process
 
-    def end(code: int) -> None:
+    try:
+        cli.main()
+    except SystemExit as stop:
         clock.switch()
         out.write_text(json.dumps({"began": began, "ended": time.time(), "parts": clock.parts}))
-        end_process(code)
-
-    end_process, cli.end_process = cli.end_process, end  # type: ignore[assignment]
-    cli.command()
+        end_process(int(stop.code or 0))  # as the command ends
 
 
 def main() -> None:
