@@ -28,6 +28,19 @@ _FEATURES = getattr(numba.config, "CPU_FEATURES", None) or get_host_cpu_features
 WIDEST = 160 if "+avx512f" in _FEATURES else 64
 
 _FLOAT, _BYTE, _INT = ir.FloatType(), ir.IntType(8), types.intp
+_HALF = ir.IntType(16)  # the bits of bf16
+_PAIRS, _ZERO = ir.VectorType(_HALF, 2 * LANES), ir.Constant(ir.IntType(64), 0)
+DOTS = "+avx512bf16" in _FEATURES  # whether the processor has an instruction for products of bf16
+
+# How two rows of so many numbers are interleaved, and how sums of rows of 32 are sorted afterwards.
+_INTERLEAVED = {
+    32: [[n for lane in range(0, 32, 8) for j in range(4) for n in (lane + h + j, 32 + lane + h + j)]
+         for h in (0, 4)],
+    16: [[n for j in range(16) for n in (j, 16 + j)]],
+}  # fmt: skip
+_SORTED = [
+    [4 * group + j + 16 * h for group in pair for h in (0, 1) for j in range(4)] for pair in ((0, 1), (2, 3))
+]
 
 
 def operation(emit: Callable[..., None], *kinds: Any) -> Any:
@@ -58,6 +71,12 @@ def operation(emit: Callable[..., None], *kinds: Any) -> Any:
 
 def constant(kind: Any, lanes: int, value: float) -> Any:
     return ir.Constant(ir.VectorType(kind, lanes), [value] * lanes)
+
+
+def _indices(order: Sequence[int]) -> Any:
+    """Return a list of places in the form that `shuffle_vector` takes."""
+    word = ir.IntType(32)
+    return ir.Constant(ir.VectorType(word, len(order)), [ir.Constant(word, n) for n in order])
 
 
 def load(builder: Any, pointer: Any, at: Any, lanes: int) -> Any:
@@ -93,10 +112,17 @@ def add_product(builder: Any, total: Any, x: Any, y: Any) -> Any:
 
 
 def gather(lanes: int) -> Any:
-    """Make gather(out, o, x, i, at, g, n): out[o] += sum over k < n of g[k] x[i + at[k]]."""
-    places = [ir.Constant(ir.IntType(64), lane) for lane in range(0, lanes, LANES)]
+    """Make gather(out, o, x, i, at, g, f, n): out[o] += sum over f <= k < f + n of g[k] x[i + at[k]].
 
-    def emit(b: Any, out: Any, o: Any, x: Any, i: Any, at: Any, g: Any, n: Any) -> None:
+    x and g hold float32, or the bits of bf16. For bf16, n is even.
+    """
+
+    def emit(b: Any, out: Any, o: Any, x: Any, i: Any, at: Any, g: Any, f: Any, n: Any) -> None:
+        at, g = b.gep(at, [f]), b.gep(g, [f])
+        if x.type.pointee == _HALF:
+            _gather_pairs(b, lanes, out, o, x, i, at, g, n)
+            return
+        places = [ir.Constant(ir.IntType(64), lane) for lane in range(0, lanes, LANES)]
         totals = [variable(b, load(b, out, b.add(o, place), LANES)) for place in places]
         with cgutils.for_range(b, n) as k:
             start, factor = b.add(i, b.load(b.gep(at, [k.index]))), spread(b, g, k.index, LANES)
@@ -106,7 +132,78 @@ def gather(lanes: int) -> Any:
         for total, place in zip(totals, places, strict=True):
             store(b, b.load(total), out, b.add(o, place))
 
-    return operation(emit, None, _INT, None, _INT, None, None, _INT)
+    return operation(emit, None, _INT, None, _INT, None, None, _INT, _INT)
+
+
+def _gather_pairs(b: Any, lanes: int, out: Any, o: Any, x: Any, i: Any, at: Any, g: Any, n: Any) -> None:
+    """Emit `gather` for bf16: an instruction adds two products to each sum, of two rows that are interleaved.
+
+    Numbers are interleaved within each 128 bits, which takes one instruction. So a sum of 32 numbers is in
+    two vectors, whose groups of four numbers alternate; the sums are sorted at the end.
+    """
+    blocks = [(lane, min(32, lanes - lane)) for lane in range(0, lanes, 32)]
+    zero, two, word = constant(_FLOAT, LANES, 0.0), ir.Constant(ir.IntType(64), 2), ir.IntType(32)
+    totals = [[variable(b, zero) for _ in range(size // LANES)] for _, size in blocks]
+    with cgutils.for_range(b, b.udiv(n, two)) as k:
+        first = b.mul(k.index, two)
+        starts = [b.add(i, b.load(b.gep(at, [b.add(first, ir.Constant(ir.IntType(64), j))]))) for j in (0, 1)]
+        factors = b.bitcast(spread(b, b.bitcast(b.gep(g, [first]), word.as_pointer()), _ZERO, LANES), _PAIRS)
+        for mine, (lane, size) in zip(totals, blocks, strict=True):
+            place = ir.Constant(ir.IntType(64), lane)
+            rows = [load(b, x, b.add(start, place), size) for start in starts]
+            for total, order in zip(mine, _INTERLEAVED[size], strict=True):
+                mixed = b.shuffle_vector(*rows, _indices(order))
+                b.store(_add_pairs(b, b.load(total), factors, mixed), total)
+    for mine, (lane, size) in zip(totals, blocks, strict=True):
+        sums = [b.load(total) for total in mine]
+        if size == 32:
+            sums = [b.shuffle_vector(*sums, _indices(order)) for order in _SORTED]
+        for j, total in enumerate(sums):
+            place = b.add(o, ir.Constant(ir.IntType(64), lane + LANES * j))
+            store(b, b.fadd(load(b, out, place, LANES), total), out, place)
+
+
+def _add_pairs(b: Any, total: Any, x: Any, y: Any) -> Any:
+    """Return total[l] + x[2 l] y[2 l] + x[2 l + 1] y[2 l + 1] for x and y in bf16."""
+    words = ir.VectorType(ir.IntType(32), LANES)
+    kind = ir.FunctionType(total.type, [total.type, words, words])
+    name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    return b.call(
+        cgutils.get_or_insert_function(b.module, kind, name),
+        [total, b.bitcast(x, words), b.bitcast(y, words)],
+    )
+
+
+def add_sum() -> Any:
+    """Make add_sum(out, o, g, f, n): out[o] += sum of g[f : f + n], float32 or the bits of bf16."""
+
+    def emit(b: Any, out: Any, o: Any, g: Any, f: Any, n: Any) -> None:
+        g = b.gep(g, [f])
+        lanes, total = ir.Constant(ir.IntType(64), LANES), variable(b, constant(_FLOAT, LANES, 0.0))
+        groups = b.udiv(n, lanes)
+        with cgutils.for_range(b, groups) as k:
+            part = widen(b, load(b, g, b.mul(k.index, lanes), LANES))
+            b.store(b.fadd(b.load(total), part), total)
+        rest, last = b.mul(groups, lanes), variable(b, ir.Constant(_FLOAT, 0.0))
+        with cgutils.for_range(b, b.sub(n, rest)) as k:
+            one = b.extract_element(widen(b, load(b, g, b.add(rest, k.index), 1)), _ZERO)
+            b.store(b.fadd(b.load(last), one), last)
+        found = b.load(last)
+        for lane in range(LANES):
+            found = b.fadd(found, b.extract_element(b.load(total), ir.Constant(ir.IntType(32), lane)))
+        to = b.gep(out, [o])
+        b.store(b.fadd(b.load(to), found), to)
+
+    return operation(emit, None, _INT, None, _INT, _INT)
+
+
+def widen(b: Any, vector: Any) -> Any:
+    """Return a vector of bf16 in float32; a vector in float32 as it is."""
+    if vector.type.element != _HALF:
+        return vector
+    lanes = vector.type.count
+    words = b.zext(vector, ir.VectorType(ir.IntType(32), lanes))
+    return b.bitcast(b.shl(words, constant(ir.IntType(32), lanes, 16)), ir.VectorType(_FLOAT, lanes))
 
 
 def _windows(b: Any, i: Any, row: Any, C: Any) -> tuple[Any, ...]:
