@@ -43,7 +43,10 @@ def convolve_and_pool(x: Array, w: Array, bias: Array, floor: Array, y: Array, a
 
 @compile_loop
 def add_few_channels_gradient(x: Array, g: Array, at: Array, dw: Array, db: Array, C: Int) -> None:
-    """Add the gradient of `convolve_and_pool` to dw (K, T, M) and db (M,)."""
+    """Add the gradient of `convolve_and_pool` to dw (K, T, M) and db (M,).
+
+    x and g are both in float32 or, if C is 1, both the bits of bf16 (see DOTS).
+    """
     H, row = x.shape[1:]
     K, T, M = dw.shape
     N, h, width = g.shape[:3]

@@ -128,7 +128,7 @@ class ConvolveAndPool(torch.autograd.Function):
         x, weight, at = ctx.saved_tensors
         g, images = dy.permute(0, 2, 3, 1).contiguous(), _images(x, ctx.padding)
         if weight.shape[1] <= FEW:
-            dx, (dw, db) = None, _gradient_of_few_channels(images.float(), g.float(), at, weight)
+            dx, (dw, db) = None, _gradient_of_few_channels(images, g, at, weight)
         else:
             needs: bool = ctx.needs_input_grad[0]
             to_images, dw, db = _gradient(images, g, at, weight, needs=needs)
@@ -138,11 +138,12 @@ class ConvolveAndPool(torch.autograd.Function):
 
 def _gradient_of_few_channels(images: Tensor, g: Tensor, at: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of the weights and the bias, for images of few channels."""
-    C, dw = weight.shape[1], torch.zeros_like(_by_tap(weight))
-    db = torch.zeros(len(weight))
-    arrays = images.flatten(2).numpy(), g.numpy(), at.numpy()
-    kernels.add_few_channels_gradient(*arrays, dw.numpy(), db.numpy(), C)
-    return dw.view(*weight.shape[2:], C, -1).permute(3, 2, 0, 1), db
+    M, C, K, L = weight.shape
+    dw, db = torch.zeros(K, L * C, M), torch.zeros(M)
+    x, g = ((each if C == 1 else each.float()) for each in (images.flatten(2), g))
+    arrays = _for_kernel(x), _for_kernel(g), at.numpy(), dw.numpy(), db.numpy()
+    kernels.add_few_channels_gradient(*arrays, C)
+    return dw.view(K, L, C, M).permute(3, 2, 0, 1), db
 
 
 def _gradient(

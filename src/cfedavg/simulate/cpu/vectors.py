@@ -97,11 +97,13 @@ def variable(builder: Any, value: Any) -> Any:
     return made(builder, value)
 
 
-def spread(builder: Any, pointer: Any, at: Any, lanes: int) -> Any:
+def spread(builder: Any, pointer: Any, at: Any, lanes: int, align: int | None = None) -> Any:
     """Return a vector with the number at `pointer[at]` in all lanes."""
+    number = builder.load(builder.gep(pointer, [at]))
+    number.align = align
     empty = ir.Constant(ir.VectorType(pointer.type.pointee, lanes), ir.Undefined)
     first = ir.Constant(ir.IntType(32), 0)
-    one = builder.insert_element(empty, builder.load(builder.gep(pointer, [at])), first)
+    one = builder.insert_element(empty, number, first)
     return builder.shuffle_vector(one, empty, constant(ir.IntType(32), lanes, 0))
 
 
@@ -142,12 +144,12 @@ def _gather_pairs(b: Any, lanes: int, out: Any, o: Any, x: Any, i: Any, at: Any,
     two vectors, whose groups of four numbers alternate; the sums are sorted at the end.
     """
     blocks = [(lane, min(32, lanes - lane)) for lane in range(0, lanes, 32)]
-    zero, two, word = constant(_FLOAT, LANES, 0.0), ir.Constant(ir.IntType(64), 2), ir.IntType(32)
+    zero, two = constant(_FLOAT, LANES, 0.0), ir.Constant(ir.IntType(64), 2)
     totals = [[variable(b, zero) for _ in range(size // LANES)] for _, size in blocks]
     with cgutils.for_range(b, b.udiv(n, two)) as k:
         first = b.mul(k.index, two)
         starts = [b.add(i, b.load(b.gep(at, [b.add(first, ir.Constant(ir.IntType(64), j))]))) for j in (0, 1)]
-        factors = b.bitcast(spread(b, b.bitcast(b.gep(g, [first]), word.as_pointer()), _ZERO, LANES), _PAIRS)
+        factors = _spread_pair(b, g, first)
         for mine, (lane, size) in zip(totals, blocks, strict=True):
             place = ir.Constant(ir.IntType(64), lane)
             rows = [load(b, x, b.add(start, place), size) for start in starts]
@@ -259,28 +261,73 @@ def window_gradient(lanes: int) -> Any:
     """Make window_gradient(x, i, row, C, g, at, o, dw, c, M, K, T, db), for one pixel after the pooling.
 
     Add the gradient of weights and bias to dw (K, T, M) and db; the windows are those of `pooled_window`.
-    The gradient g[o] belongs to the window at[o].
+    The gradient g[o] belongs to the window at[o]. x and g hold float32, or the bits of bf16 if C is 1.
     """
 
     def emit(
         b: Any, x: Any, i: Any, row: Any, C: Any, g: Any, at: Any, o: Any, dw: Any, c: Any, M: Any, K: Any,
         T: Any, db: Any,
     ) -> None:  # fmt: skip
-        grad, where, zero = load(b, g, o, lanes), load(b, at, o, lanes), constant(_FLOAT, lanes, 0.0)
-
-        def here(k: int) -> Any:
-            return b.icmp_unsigned("==", where, constant(_BYTE, lanes, k))
-
-        parts = [b.select(here(k), grad, zero) for k in range(4)]
-        store(b, b.fadd(load(b, db, c, lanes), b.select(here(DEAD), zero, grad)), db, c)
-
-        def visit(pixel: Any, weight: Any) -> None:
-            to = b.add(c, weight)
-            total = load(b, dw, to, lanes)
-            for part, place in zip(parts, _windows(b, b.add(i, pixel), row, C), strict=True):
-                total = add_product(b, total, spread(b, x, place, lanes), part)
-            store(b, total, dw, to)
-
-        _taps(b, K, T, row, M, visit)
+        step = LANES if x.type.pointee == _HALF else lanes
+        for first in range(0, lanes, step):
+            place = ir.Constant(ir.IntType(64), first)
+            grad, where = (load(b, each, b.add(o, place), step) for each in (g, at))
+            to, add = b.add(c, place), _add_halves if x.type.pointee == _HALF else _add_windows
+            _add_bias(b, grad, where, db, to)
+            _taps(b, K, T, row, M, add(b, grad, where, x, i, row, C, dw, to))
 
     return operation(emit, None, _INT, _INT, _INT, None, None, _INT, None, _INT, _INT, _INT, _INT, None)
+
+
+def _parts(b: Any, grad: Any, where: Any) -> list[Any]:
+    """Return the gradient of each of the four windows: zero where it belongs to another."""
+    zero = ir.Constant(grad.type, None)
+    lanes = where.type.count
+    return [b.select(b.icmp_unsigned("==", where, constant(_BYTE, lanes, k)), grad, zero) for k in range(4)]
+
+
+def _add_bias(b: Any, grad: Any, where: Any, db: Any, to: Any) -> None:
+    lanes = where.type.count
+    dead = b.icmp_unsigned("==", where, constant(_BYTE, lanes, DEAD))
+    alive = b.select(dead, constant(_FLOAT, lanes, 0.0), widen(b, grad))
+    store(b, b.fadd(load(b, db, to, lanes), alive), db, to)
+
+
+def _add_windows(
+    b: Any, grad: Any, where: Any, x: Any, i: Any, row: Any, C: Any, dw: Any, c: Any
+) -> Callable[[Any, Any], None]:
+    """Return what `window_gradient` does with one tap, in float32."""
+    parts, lanes = _parts(b, grad, where), where.type.count
+
+    def visit(pixel: Any, weight: Any) -> None:
+        to = b.add(c, weight)
+        total = load(b, dw, to, lanes)
+        for part, place in zip(parts, _windows(b, b.add(i, pixel), row, C), strict=True):
+            total = add_product(b, total, spread(b, x, place, lanes), part)
+        store(b, total, dw, to)
+
+    return visit
+
+
+def _add_halves(
+    b: Any, grad: Any, where: Any, x: Any, i: Any, row: Any, C: Any, dw: Any, c: Any
+) -> Callable[[Any, Any], None]:
+    """Return what `window_gradient` does with one tap, in bf16: two windows lie side by side in x."""
+    one, two, three, four = _parts(b, grad, where)
+    order = _indices(_INTERLEAVED[LANES][0])
+    pairs = [b.shuffle_vector(*rows, order) for rows in ((one, two), (three, four))]
+
+    def visit(pixel: Any, weight: Any) -> None:
+        to = b.add(c, weight)
+        total, place = load(b, dw, to, LANES), b.add(i, pixel)
+        for pair, start in zip(pairs, (place, b.add(place, row)), strict=True):
+            total = _add_pairs(b, total, _spread_pair(b, x, start), pair)
+        store(b, total, dw, to)
+
+    return visit
+
+
+def _spread_pair(b: Any, pointer: Any, at: Any) -> Any:
+    """Return a vector with the two bf16 numbers from `pointer[at]` on in all lanes."""
+    words = b.bitcast(b.gep(pointer, [at]), ir.IntType(32).as_pointer())
+    return b.bitcast(spread(b, words, _ZERO, LANES, align=2), _PAIRS)
