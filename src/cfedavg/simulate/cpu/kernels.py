@@ -13,12 +13,13 @@ import numpy as np
 
 from cfedavg.core.arrays import Array
 from cfedavg.core.kernels import Int, compile_loop
-from cfedavg.simulate.cpu.vectors import DEAD, WIDEST, add_sum, gather, pooled_window, window_gradient
+from cfedavg.simulate.cpu.vectors import WIDEST, gather, make_add_sum
+from cfedavg.simulate.cpu.windows import DEAD, pooled_window, window_gradient
 
 gather_widest, gather64, gather32, gather16 = gather(WIDEST), gather(64), gather(32), gather(16)
 pooled_window32, pooled_window16 = pooled_window(32), pooled_window(16)
 window_gradient32, window_gradient16 = window_gradient(32), window_gradient(16)
-add_sum = add_sum()
+add_sum = make_add_sum()
 
 
 @compile_loop

@@ -19,21 +19,19 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-DEAD = 4  # the place of a window of four numbers none of which is above the floor
-
 LANES = 16  # numbers in a vector register of AVX-512
 # More sums at once hide how long an addition takes, as long as they fit into the registers. Ten of 16 numbers
 # do with AVX-512. numba compiles anew for a processor with other features.
 _FEATURES = getattr(numba.config, "CPU_FEATURES", None) or get_host_cpu_features().flatten()
 WIDEST = 160 if "+avx512f" in _FEATURES else 64
 
-_FLOAT, _BYTE, _INT = ir.FloatType(), ir.IntType(8), types.intp
-_HALF = ir.IntType(16)  # the bits of bf16
-_PAIRS, _ZERO = ir.VectorType(_HALF, 2 * LANES), ir.Constant(ir.IntType(64), 0)
+FLOAT, BYTE, INT = ir.FloatType(), ir.IntType(8), types.intp
+HALF = ir.IntType(16)  # the bits of bf16
+_PAIRS, ZERO = ir.VectorType(HALF, 2 * LANES), ir.Constant(ir.IntType(64), 0)
 DOTS = "+avx512bf16" in _FEATURES  # whether the processor has an instruction for products of bf16
 
 # How two rows of so many numbers are interleaved, and how sums of rows of 32 are sorted afterwards.
-_INTERLEAVED = {
+INTERLEAVED = {
     32: [[n for lane in range(0, 32, 8) for j in range(4) for n in (lane + h + j, 32 + lane + h + j)]
          for h in (0, 4)],
     16: [[n for j in range(16) for n in (j, 16 + j)]],
@@ -73,7 +71,7 @@ def constant(kind: Any, lanes: int, value: float) -> Any:
     return ir.Constant(ir.VectorType(kind, lanes), [value] * lanes)
 
 
-def _indices(order: Sequence[int]) -> Any:
+def indices(order: Sequence[int]) -> Any:
     """Return a list of places in the form that `shuffle_vector` takes."""
     word = ir.IntType(32)
     return ir.Constant(ir.VectorType(word, len(order)), [ir.Constant(word, n) for n in order])
@@ -82,13 +80,13 @@ def _indices(order: Sequence[int]) -> Any:
 def load(builder: Any, pointer: Any, at: Any, lanes: int) -> Any:
     vector = ir.VectorType(pointer.type.pointee, lanes)
     found = builder.load(builder.bitcast(builder.gep(pointer, [at]), vector.as_pointer()))
-    found.align = 4 if pointer.type.pointee == _FLOAT else 1
+    found.align = 4 if pointer.type.pointee == FLOAT else 1
     return found
 
 
 def store(builder: Any, vector: Any, pointer: Any, at: Any) -> None:
     done = builder.store(vector, builder.bitcast(builder.gep(pointer, [at]), vector.type.as_pointer()))
-    done.align = 4 if pointer.type.pointee == _FLOAT else 1
+    done.align = 4 if pointer.type.pointee == FLOAT else 1
 
 
 def variable(builder: Any, value: Any) -> Any:
@@ -107,10 +105,34 @@ def spread(builder: Any, pointer: Any, at: Any, lanes: int, align: int | None = 
     return builder.shuffle_vector(one, empty, constant(ir.IntType(32), lanes, 0))
 
 
+def spread_pair(b: Any, pointer: Any, at: Any) -> Any:
+    """Return a vector with the two bf16 numbers from `pointer[at]` on in all lanes."""
+    words = b.bitcast(b.gep(pointer, [at]), ir.IntType(32).as_pointer())
+    return b.bitcast(spread(b, words, ZERO, LANES, align=2), _PAIRS)
+
+
+def widen(b: Any, vector: Any) -> Any:
+    """Return a vector of bf16 in float32; a vector in float32 as it is."""
+    if vector.type.element != HALF:
+        return vector
+    lanes = vector.type.count
+    words = b.zext(vector, ir.VectorType(ir.IntType(32), lanes))
+    return b.bitcast(b.shl(words, constant(ir.IntType(32), lanes, 16)), ir.VectorType(FLOAT, lanes))
+
+
 def add_product(builder: Any, total: Any, x: Any, y: Any) -> Any:
     """Return total + x * y, which the compiler may round once."""
     fused = ("contract",)
     return builder.fadd(total, builder.fmul(x, y, flags=fused), flags=fused)
+
+
+def add_pairs(b: Any, total: Any, x: Any, y: Any) -> Any:
+    """Return total[l] + x[2 l] y[2 l] + x[2 l + 1] y[2 l + 1] for x and y in bf16."""
+    words = ir.VectorType(ir.IntType(32), LANES)
+    kind = ir.FunctionType(total.type, [total.type, words, words])
+    declare: Callable[..., Any] = cgutils.get_or_insert_function
+    dot = declare(b.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return b.call(dot, [total, b.bitcast(x, words), b.bitcast(y, words)])
 
 
 def gather(lanes: int) -> Any:
@@ -121,7 +143,7 @@ def gather(lanes: int) -> Any:
 
     def emit(b: Any, out: Any, o: Any, x: Any, i: Any, at: Any, g: Any, f: Any, n: Any) -> None:
         at, g = b.gep(at, [f]), b.gep(g, [f])
-        if x.type.pointee == _HALF:
+        if x.type.pointee == HALF:
             _gather_pairs(b, lanes, out, o, x, i, at, g, n)
             return
         places = [ir.Constant(ir.IntType(64), lane) for lane in range(0, lanes, LANES)]
@@ -134,7 +156,7 @@ def gather(lanes: int) -> Any:
         for total, place in zip(totals, places, strict=True):
             store(b, b.load(total), out, b.add(o, place))
 
-    return operation(emit, None, _INT, None, _INT, None, None, _INT, _INT)
+    return operation(emit, None, INT, None, INT, None, None, INT, INT)
 
 
 def _gather_pairs(b: Any, lanes: int, out: Any, o: Any, x: Any, i: Any, at: Any, g: Any, n: Any) -> None:
@@ -144,51 +166,40 @@ def _gather_pairs(b: Any, lanes: int, out: Any, o: Any, x: Any, i: Any, at: Any,
     two vectors, whose groups of four numbers alternate; the sums are sorted at the end.
     """
     blocks = [(lane, min(32, lanes - lane)) for lane in range(0, lanes, 32)]
-    zero, two = constant(_FLOAT, LANES, 0.0), ir.Constant(ir.IntType(64), 2)
+    zero, two = constant(FLOAT, LANES, 0.0), ir.Constant(ir.IntType(64), 2)
     totals = [[variable(b, zero) for _ in range(size // LANES)] for _, size in blocks]
     with cgutils.for_range(b, b.udiv(n, two)) as k:
         first = b.mul(k.index, two)
         starts = [b.add(i, b.load(b.gep(at, [b.add(first, ir.Constant(ir.IntType(64), j))]))) for j in (0, 1)]
-        factors = _spread_pair(b, g, first)
+        factors = spread_pair(b, g, first)
         for mine, (lane, size) in zip(totals, blocks, strict=True):
             place = ir.Constant(ir.IntType(64), lane)
             rows = [load(b, x, b.add(start, place), size) for start in starts]
-            for total, order in zip(mine, _INTERLEAVED[size], strict=True):
-                mixed = b.shuffle_vector(*rows, _indices(order))
-                b.store(_add_pairs(b, b.load(total), factors, mixed), total)
+            for total, order in zip(mine, INTERLEAVED[size], strict=True):
+                mixed = b.shuffle_vector(*rows, indices(order))
+                b.store(add_pairs(b, b.load(total), factors, mixed), total)
     for mine, (lane, size) in zip(totals, blocks, strict=True):
         sums = [b.load(total) for total in mine]
         if size == 32:
-            sums = [b.shuffle_vector(*sums, _indices(order)) for order in _SORTED]
+            sums = [b.shuffle_vector(*sums, indices(order)) for order in _SORTED]
         for j, total in enumerate(sums):
             place = b.add(o, ir.Constant(ir.IntType(64), lane + LANES * j))
             store(b, b.fadd(load(b, out, place, LANES), total), out, place)
 
 
-def _add_pairs(b: Any, total: Any, x: Any, y: Any) -> Any:
-    """Return total[l] + x[2 l] y[2 l] + x[2 l + 1] y[2 l + 1] for x and y in bf16."""
-    words = ir.VectorType(ir.IntType(32), LANES)
-    kind = ir.FunctionType(total.type, [total.type, words, words])
-    name = "llvm.x86.avx512bf16.dpbf16ps.512"
-    return b.call(
-        cgutils.get_or_insert_function(b.module, kind, name),
-        [total, b.bitcast(x, words), b.bitcast(y, words)],
-    )
-
-
-def add_sum() -> Any:
+def make_add_sum() -> Any:
     """Make add_sum(out, o, g, f, n): out[o] += sum of g[f : f + n], float32 or the bits of bf16."""
 
     def emit(b: Any, out: Any, o: Any, g: Any, f: Any, n: Any) -> None:
         g = b.gep(g, [f])
-        lanes, total = ir.Constant(ir.IntType(64), LANES), variable(b, constant(_FLOAT, LANES, 0.0))
+        lanes, total = ir.Constant(ir.IntType(64), LANES), variable(b, constant(FLOAT, LANES, 0.0))
         groups = b.udiv(n, lanes)
         with cgutils.for_range(b, groups) as k:
             part = widen(b, load(b, g, b.mul(k.index, lanes), LANES))
             b.store(b.fadd(b.load(total), part), total)
-        rest, last = b.mul(groups, lanes), variable(b, ir.Constant(_FLOAT, 0.0))
+        rest, last = b.mul(groups, lanes), variable(b, ir.Constant(FLOAT, 0.0))
         with cgutils.for_range(b, b.sub(n, rest)) as k:
-            one = b.extract_element(widen(b, load(b, g, b.add(rest, k.index), 1)), _ZERO)
+            one = b.extract_element(widen(b, load(b, g, b.add(rest, k.index), 1)), ZERO)
             b.store(b.fadd(b.load(last), one), last)
         found = b.load(last)
         for lane in range(LANES):
@@ -196,138 +207,4 @@ def add_sum() -> Any:
         to = b.gep(out, [o])
         b.store(b.fadd(b.load(to), found), to)
 
-    return operation(emit, None, _INT, None, _INT, _INT)
-
-
-def widen(b: Any, vector: Any) -> Any:
-    """Return a vector of bf16 in float32; a vector in float32 as it is."""
-    if vector.type.element != _HALF:
-        return vector
-    lanes = vector.type.count
-    words = b.zext(vector, ir.VectorType(ir.IntType(32), lanes))
-    return b.bitcast(b.shl(words, constant(ir.IntType(32), lanes, 16)), ir.VectorType(_FLOAT, lanes))
-
-
-def _windows(b: Any, i: Any, row: Any, C: Any) -> tuple[Any, ...]:
-    """Return the places of one tap in the four windows that are pooled."""
-    below = b.add(i, row)
-    return i, b.add(i, C), below, b.add(below, C)
-
-
-def _taps(b: Any, K: Any, T: Any, row: Any, M: Any, visit: Callable[[Any, Any], None]) -> None:
-    """Emit a loop over K rows of T taps; `visit` gets a tap's place in the image and in the weights."""
-    with cgutils.for_range(b, K) as u:
-        image, weights = b.mul(u.index, row), b.mul(b.mul(u.index, T), M)
-        with cgutils.for_range(b, T) as v:
-            visit(b.add(image, v.index), b.add(weights, b.mul(v.index, M)))
-
-
-def pooled_window(lanes: int) -> Any:
-    """Make pooled_window(x, i, row, C, w, c, M, K, T, bias, floor, y, at, o), one pixel after the pooling.
-
-    Convolve the four windows of the image x that begin at i, i + C, i + row, i + row + C with output
-    channels c to c + lanes - 1 of the weights w (K, T, M), and add the bias. y[o] is the largest of the four
-    and the floor, and at[o] says which it is: 0 to 3, or DEAD.
-    """
-
-    def emit(
-        b: Any, x: Any, i: Any, row: Any, C: Any, w: Any, c: Any, M: Any, K: Any, T: Any, bias: Any,
-        floor: Any, y: Any, at: Any, o: Any,
-    ) -> None:  # fmt: skip
-        first = load(b, bias, c, lanes)
-        totals = [variable(b, first) for _ in range(4)]
-
-        def visit(pixel: Any, weight: Any) -> None:
-            part = load(b, w, b.add(c, weight), lanes)
-            for total, place in zip(totals, _windows(b, b.add(i, pixel), row, C), strict=True):
-                b.store(add_product(b, b.load(total), spread(b, x, place, lanes), part), total)
-
-        _taps(b, K, T, row, M, visit)
-        best, where = b.load(totals[0]), constant(_BYTE, lanes, 0)
-        for k in (1, 2, 3):
-            value = b.load(totals[k])
-            better = b.or_(b.fcmp_ordered(">", value, best), b.fcmp_unordered("uno", value, value))
-            best = b.select(better, value, best)
-            where = b.select(better, constant(_BYTE, lanes, k), where)
-        least = spread(b, floor, ir.Constant(ir.IntType(64), 0), lanes)
-        dead = b.fcmp_ordered("<=", best, least)
-        store(b, b.select(dead, least, best), y, o)
-        store(b, b.select(dead, constant(_BYTE, lanes, DEAD), where), at, o)
-
-    return operation(emit, None, _INT, _INT, _INT, None, _INT, _INT, _INT, _INT, None, None, None, None, _INT)
-
-
-def window_gradient(lanes: int) -> Any:
-    """Make window_gradient(x, i, row, C, g, at, o, dw, c, M, K, T, db), for one pixel after the pooling.
-
-    Add the gradient of weights and bias to dw (K, T, M) and db; the windows are those of `pooled_window`.
-    The gradient g[o] belongs to the window at[o]. x and g hold float32, or the bits of bf16 if C is 1.
-    """
-
-    def emit(
-        b: Any, x: Any, i: Any, row: Any, C: Any, g: Any, at: Any, o: Any, dw: Any, c: Any, M: Any, K: Any,
-        T: Any, db: Any,
-    ) -> None:  # fmt: skip
-        step = LANES if x.type.pointee == _HALF else lanes
-        for first in range(0, lanes, step):
-            place = ir.Constant(ir.IntType(64), first)
-            grad, where = (load(b, each, b.add(o, place), step) for each in (g, at))
-            to, add = b.add(c, place), _add_halves if x.type.pointee == _HALF else _add_windows
-            _add_bias(b, grad, where, db, to)
-            _taps(b, K, T, row, M, add(b, grad, where, x, i, row, C, dw, to))
-
-    return operation(emit, None, _INT, _INT, _INT, None, None, _INT, None, _INT, _INT, _INT, _INT, None)
-
-
-def _parts(b: Any, grad: Any, where: Any) -> list[Any]:
-    """Return the gradient of each of the four windows: zero where it belongs to another."""
-    zero = ir.Constant(grad.type, None)
-    lanes = where.type.count
-    return [b.select(b.icmp_unsigned("==", where, constant(_BYTE, lanes, k)), grad, zero) for k in range(4)]
-
-
-def _add_bias(b: Any, grad: Any, where: Any, db: Any, to: Any) -> None:
-    lanes = where.type.count
-    dead = b.icmp_unsigned("==", where, constant(_BYTE, lanes, DEAD))
-    alive = b.select(dead, constant(_FLOAT, lanes, 0.0), widen(b, grad))
-    store(b, b.fadd(load(b, db, to, lanes), alive), db, to)
-
-
-def _add_windows(
-    b: Any, grad: Any, where: Any, x: Any, i: Any, row: Any, C: Any, dw: Any, c: Any
-) -> Callable[[Any, Any], None]:
-    """Return what `window_gradient` does with one tap, in float32."""
-    parts, lanes = _parts(b, grad, where), where.type.count
-
-    def visit(pixel: Any, weight: Any) -> None:
-        to = b.add(c, weight)
-        total = load(b, dw, to, lanes)
-        for part, place in zip(parts, _windows(b, b.add(i, pixel), row, C), strict=True):
-            total = add_product(b, total, spread(b, x, place, lanes), part)
-        store(b, total, dw, to)
-
-    return visit
-
-
-def _add_halves(
-    b: Any, grad: Any, where: Any, x: Any, i: Any, row: Any, C: Any, dw: Any, c: Any
-) -> Callable[[Any, Any], None]:
-    """Return what `window_gradient` does with one tap, in bf16: two windows lie side by side in x."""
-    one, two, three, four = _parts(b, grad, where)
-    order = _indices(_INTERLEAVED[LANES][0])
-    pairs = [b.shuffle_vector(*rows, order) for rows in ((one, two), (three, four))]
-
-    def visit(pixel: Any, weight: Any) -> None:
-        to = b.add(c, weight)
-        total, place = load(b, dw, to, LANES), b.add(i, pixel)
-        for pair, start in zip(pairs, (place, b.add(place, row)), strict=True):
-            total = _add_pairs(b, total, _spread_pair(b, x, start), pair)
-        store(b, total, dw, to)
-
-    return visit
-
-
-def _spread_pair(b: Any, pointer: Any, at: Any) -> Any:
-    """Return a vector with the two bf16 numbers from `pointer[at]` on in all lanes."""
-    words = b.bitcast(b.gep(pointer, [at]), ir.IntType(32).as_pointer())
-    return b.bitcast(spread(b, words, _ZERO, LANES, align=2), _PAIRS)
+    return operation(emit, None, INT, None, INT, INT)
