@@ -4,12 +4,12 @@
     python bench/gpu.py --data-dir DIR --out OUT/gpu.jsonl --only "pfl*"
 
 DIR holds MNIST as parquet files. A part whose line is in the file already is left out, so the parts can be
-measured in several calls on one machine. No part begins after --minutes; a part takes up to 75 s, and is
-ended after 4 minutes. `start` and `again` run the command from nothing to the report: the first with empty
-caches (the data set, compiled steps, torch's and Triton's own), the second with the caches of the first, or
-of a run of 2 rounds if another call has measured the first. ResNet-18 begins with empty caches, too. It
-trains on random images of the shape of CIFAR-10, if --cifar-dir does not name a folder with CIFAR-10 as
-parquet files. All parts are warm after their first round. A part that fails says so and is left out.
+measured in several calls on one machine. No part begins after --minutes; a part takes up to 75 s, and its
+programs are ended after 110 s. `start` and `again` run the command from nothing to the report: the first with
+empty caches (the data set, compiled steps, torch's and Triton's own), the second with the caches of the
+first, or of a run of 2 rounds if another call has measured the first. ResNet-18 begins with empty caches,
+too. It trains on random images of the shape of CIFAR-10, if --cifar-dir does not name a folder with CIFAR-10
+as parquet files. All parts are warm after their first round. A part that fails says so and is left out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lines import Line, Lines
 HERE = Path(__file__).parent
 COMMAND = "from cfedavg.cli import command; command()"
 MNIST = {"dataset": "mnist", "clients": 100, "model": "cnn", "local_epochs": 10, "batch_size": 64}
-LIMIT = 240  # seconds that a program may take
+LIMIT = 110  # seconds that a program may take
 
 
 class Failed(Exception):

@@ -29,6 +29,7 @@ TIMED = {
     "cfedavg.cli.training": {"start_compiler": "start of helpers", "start_decoder": "start of helpers"},
     "cfedavg.data.tasks": {"build_task": "data and task"},
     "cfedavg.data.loading": {"wait_for_decoder": "wait for the decoder"},
+    "cfedavg.data.sources": {"wait_for_decoder": "wait for the decoder"},
     "cfedavg.simulate.run": {
         "import_compiler": "import of torch's compiler", "choose_engine": "engine, device",
         "import_drawing": "import of matplotlib", "write_run_pictures": "report and pictures",
