@@ -1,14 +1,15 @@
 """All lines of one GPU machine in docs/benchmarks.md, each a process of its own, one after another.
 
-    python bench/gpu.py --data-dir DIR --out results/speed/gpu.jsonl --minutes 9
-    python bench/gpu.py --data-dir DIR --out results/speed/gpu.jsonl --only "pfl*"
+    python bench/gpu.py --data-dir DIR --out OUT/gpu.jsonl --minutes 8
+    python bench/gpu.py --data-dir DIR --out OUT/gpu.jsonl --only "pfl*"
 
 DIR holds MNIST as parquet files. A part whose line is in the file already is left out, so the parts can be
-measured in several calls on one machine. `start` and `again` run the command from nothing to the report: the
-first with empty caches (the data set, compiled steps, torch's and Triton's own), the second with the caches
-of the first. ResNet-18 begins with empty caches, too. It trains on random images of the shape of CIFAR-10, if
---cifar-dir does not name a folder with CIFAR-10 as parquet files. All parts are warm after their first round.
-A part that fails says so and is left out.
+measured in several calls on one machine. No part begins after --minutes; a part takes up to 75 s, and its
+programs are ended after 110 s. `start` and `again` run the command from nothing to the report: the first with
+empty caches (the data set, compiled steps, torch's and Triton's own), the second with the caches of the
+first, or of a run of 2 rounds if another call has measured the first. ResNet-18 begins with empty caches,
+too. It trains on random images of the shape of CIFAR-10, if --cifar-dir does not name a folder with CIFAR-10
+as parquet files. All parts are warm after their first round. A part that fails says so and is left out.
 """
 
 from __future__ import annotations
@@ -26,12 +27,13 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+from lines import Line, Lines
 
 HERE = Path(__file__).parent
 COMMAND = "from cfedavg.cli import command; command()"
 MNIST = {"dataset": "mnist", "clients": 100, "model": "cnn", "local_epochs": 10, "batch_size": 64}
-Line = dict[str, Any]
+LIMIT = 110  # seconds that a program may take
 
 
 class Failed(Exception):
@@ -40,7 +42,10 @@ class Failed(Exception):
 
 def last_line(command: list[str], **more: str) -> Line:
     """Run a program and return the line of JSON that it prints last."""
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | more)
+    environment = os.environ | more
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, timeout=LIMIT
+    )
     if done.returncode:
         raise Failed(f"{' '.join(command)}\n{done.stderr[-2000:]}")
     line: Line = json.loads(done.stdout.strip().splitlines()[-1])
@@ -81,7 +86,8 @@ def command(caches: Path, data_dir: str, rounds: int, **more: str) -> Line:
     with tempfile.TemporaryDirectory() as out:
         began = time.perf_counter()
         program = [sys.executable, "-c", COMMAND, "run", "--iid", *options, "--out", f"{out}/run"]
-        subprocess.run(program, check=True, stdout=subprocess.DEVNULL, env=os.environ | places(caches))
+        environment = os.environ | places(caches)
+        subprocess.run(program, check=True, stdout=subprocess.DEVNULL, env=environment, timeout=LIMIT)
         whole = time.perf_counter() - began
         rows = [json.loads(line) for line in Path(out, "run/metrics.jsonl").read_text().splitlines()]
     seconds = [row["seconds"] for row in rows]
@@ -92,6 +98,13 @@ def command(caches: Path, data_dir: str, rounds: int, **more: str) -> Line:
         "longest_later_seconds": seconds[longest], "longest_later_round": longest,
         "test_accuracy": rows[-1]["test_accuracy"], "total_bytes": rows[-1]["total_bytes"],
     }  # fmt: skip
+
+
+def again(caches: Path, data_dir: str) -> Line:
+    """Time the command with the caches of a run before; make that run if the caches are empty."""
+    if not any(Path(place).exists() for place in places(caches).values()):
+        command(caches, data_dir, 2)
+    return command(caches, data_dir, 10)
 
 
 def rounds(data_dir: str, caches: Path | None = None, **options: object) -> Line:
@@ -135,7 +148,7 @@ def parts(data_dir: str, cifar_dir: str | None, caches: Path) -> dict[str, Calla
     text = ("--model", "lstm", "--clients", "50", "--epochs", "1", "--rounds", "3")
     return {
         "start: 100 rounds, no caches": lambda: command(caches, data_dir, 100),
-        "again: 10 rounds, caches of the first": lambda: command(caches, data_dir, 10),
+        "again: 10 rounds, caches of the first": lambda: again(caches, data_dir),
         "pfl, 5 processes": lambda: pfl(5, "--rounds", "3"),
         "cfedavg, bf16, both directions": lambda: ours(precision="bf16"),
         "cfedavg, float32, topk(0.99) up": lambda: ours(compressor="topk(0.99)", compressor_down="none"),
@@ -158,24 +171,17 @@ def main() -> None:
     parser.add_argument("--cifar-dir", help="CIFAR-10 as parquet files; without it, random images")
     parser.add_argument("--out", type=Path, default=Path("runs/gpu.jsonl"))
     parser.add_argument("--only", default="*", help="parts of these names; * stands for anything")
-    parser.add_argument("--minutes", type=float, default=9.0, help="begin no part after so many minutes")
+    parser.add_argument("--minutes", type=float, default=8.0, help="begin no part after so many minutes")
     given = parser.parse_args()
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    before = given.out.read_text().splitlines() if given.out.exists() else []
-    done = {json.loads(line)["part"] for line in before}
-    until = time.monotonic() + 60 * given.minutes
+    lines = Lines(given.out, given.minutes)
     with tempfile.TemporaryDirectory() as caches:
         for name, measure in parts(given.data_dir, given.cifar_dir, Path(caches)).items():
-            if name in done or not fnmatch.fnmatch(name, given.only) or time.monotonic() > until:
+            if not lines.is_due(part=name) or not fnmatch.fnmatch(name, given.only):
                 continue
             try:
-                line = json.dumps({"part": name} | measure())
-            except (Failed, subprocess.CalledProcessError) as error:
+                lines.add({"part": name} | measure())
+            except (Failed, subprocess.SubprocessError) as error:
                 print(f"{name} failed: {error}", file=sys.stderr, flush=True)
-                continue
-            with given.out.open("a") as file:
-                file.write(line + "\n")
-            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """Ten or a hundred thousand clients: time and memory of each round, and what moving residuals costs.
 
-    python bench/many.py --device cuda --clients 10000 --per-round 100 --residuals none device memory disk
+    python bench/many.py --device cuda --clients 10000 --minutes 8 --out OUT/many
+    python bench/many.py --device cuda --clients 100000 --minutes 8 --out OUT/many \
+        --residuals none device disk
 
 Each run prints one line of JSON: medians of the first and the second half of its rounds (without the first 5,
 in which steps are compiled and memory grows to its size), the share of the time that the run waits for
 residuals, and every round. `none` is a run with `--feedback none`, with which the other runs are compared.
+A run whose line is in OUT.jsonl already is left out, and no run begins after --minutes.
 
 Clients do one local step on 20 of 60,000 noise images; the images of a batch are read when it is needed.
 Residuals on disk are in a temporary folder, which TMPDIR chooses.
@@ -16,7 +19,7 @@ import argparse
 import ctypes
 import gc
 import itertools
-import json
+import math
 import os
 import shutil
 import statistics
@@ -38,6 +41,7 @@ from cfedavg.models import build_model
 from cfedavg.simulate.engines import blocks
 from cfedavg.simulate.mover import Mover, Rows
 from cfedavg.simulate.residuals import Put, Residuals, Writes
+from lines import Lines
 
 IMAGES, EACH = 60_000, 20  # images in all, and images of a client
 SKIPPED = 5  # rounds that the summary leaves out
@@ -218,22 +222,21 @@ def main() -> None:
     parser.add_argument("--compressor", default="topk(0.99)")
     parser.add_argument("--engine", default="auto")
     parser.add_argument("--out", type=Path, help="write the lines to OUT.jsonl and a picture to OUT.png")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no run after so many minutes")
     given = parser.parse_args()
     blocks.Mover = WatchedMover  # type: ignore[misc]
-    lines, alone = [], 0.0
-    for model, clients, a_round, where in itertools.product(
-        given.model, given.clients, given.per_round, given.residuals
-    ):
-        line = measure(given, model, clients, a_round, where)
-        alone = line["seconds_second"] if where == "none" else alone
-        if alone:
-            line["times_without_feedback"] = line["seconds_second"] / alone
-        lines.append(line)
-        print(json.dumps({name: value for name, value in line.items() if name != "rounds"}), flush=True)
-    if given.out:
-        given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.with_suffix(".jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        draw(lines, given.out.with_suffix(".png"))
+    lines = Lines(given.out and given.out.with_suffix(".jsonl"), given.minutes)
+    names = ("model", "clients", "a_round", "residuals")
+    for values in itertools.product(given.model, given.clients, given.per_round, given.residuals):
+        setting = dict(zip(names, values, strict=True))
+        if lines.is_due(**setting):
+            line = measure(given, *values)
+            alone = line if values[-1] == "none" else lines.find(**setting | {"residuals": "none"})
+            if alone:
+                line["times_without_feedback"] = line["seconds_second"] / alone["seconds_second"]
+            lines.add(line, "rounds")
+    if given.out and lines.found:
+        draw(lines.found, given.out.with_suffix(".png"))
 
 
 if __name__ == "__main__":

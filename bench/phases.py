@@ -29,6 +29,7 @@ TIMED = {
     "cfedavg.cli.training": {"start_compiler": "start of helpers", "start_decoder": "start of helpers"},
     "cfedavg.data.tasks": {"build_task": "data and task"},
     "cfedavg.data.loading": {"wait_for_decoder": "wait for the decoder"},
+    "cfedavg.data.sources": {"wait_for_decoder": "wait for the decoder"},
     "cfedavg.simulate.run": {
         "import_compiler": "import of torch's compiler", "choose_engine": "engine, device",
         "import_drawing": "import of matplotlib", "write_run_pictures": "report and pictures",
@@ -123,14 +124,14 @@ def run_timed(words: list[str], out: Path) -> None:
     sys.argv = ["cfedavg", *words]
     os.fsync = clock.timed("sync files", os.fsync)
     from cfedavg import cli
+    from cfedavg.core.interrupts import end_process
 
-    def end(code: int) -> None:
+    try:
+        cli.main()
+    except SystemExit as stop:
         clock.switch()
         out.write_text(json.dumps({"began": began, "ended": time.time(), "parts": clock.parts}))
-        end_process(code)
-
-    end_process, cli.end_process = cli.end_process, end  # type: ignore[assignment]
-    cli.command()
+        end_process(int(stop.code or 0))  # as the command ends
 
 
 def main() -> None:

@@ -30,6 +30,7 @@ from cfedavg.callbacks import Callback
 from cfedavg.channel import Channel
 from cfedavg.data.tasks import build_task
 from cfedavg.simulate.engines import BlockEngine, choose_engine
+from cfedavg.simulate.engines.rank_round import Messages
 from cfedavg.simulate.plan import Plan
 
 
@@ -115,17 +116,17 @@ def profile(config: Config, rounds: int = 3) -> dict[str, float]:
     state, finish = engine.round(state)  # warms up
     finish(), engine.evaluate(state)
     watch = Profile(engine.device)
-    send, step = Channel.send, Aggregator.step
+    send, step, add = Channel.send, Aggregator.step, Messages.add
     Channel.send = watch.timed("compress, feed back", send)  # type: ignore[method-assign]
     Aggregator.step = watch.timed("average", step)  # type: ignore[method-assign]
+    Messages.add = watch.timed("count bytes", add)  # type: ignore[method-assign]
     engine.trainer.train = watch.timed_items("local SGD", engine.trainer.train)  # type: ignore[method-assign]
-    engine._deliver = watch.timed("count bytes", engine._deliver)  # type: ignore[method-assign]
     engine._kept = watch.timed("keep residuals", engine._kept)  # type: ignore[method-assign]
     for _ in range(rounds):
         state, finish = watch.timed("norms and the rest", engine.round)(state)
         watch.timed("evaluate", engine.evaluate)(state)
         watch.timed("count bytes", finish)()
-    Channel.send, Aggregator.step = send, step  # type: ignore[method-assign]
+    Channel.send, Aggregator.step, Messages.add = send, step, add  # type: ignore[method-assign]
     total = sum(watch.seconds.values())
     return {name: round(seconds / total, 4) for name, seconds in watch.seconds.items()}
 

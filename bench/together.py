@@ -1,19 +1,21 @@
 """Runs of a small model, all at once and one after another: seconds, and whether their accuracies agree.
 
-    python bench/together.py --data DIR --rounds 50 --device cuda --precision bf16
+    python bench/together.py --data DIR --rounds 50 --device cuda --precision bf16 --minutes 8 \
+        --out OUT/together.jsonl
 
 A LeNet on MNIST, 10 clients, 10 local epochs in batches of 64: 3 seeds x 5 partitions (IID, Dirichlet(0.5),
 1, 2 and 3 classes a client). DIR holds MNIST as parquet files; without it, the embedded subset is used. The
-script prints one line of JSON for the runs at once, one for the runs one after another, and one that compares
-them. With `--alone N` only the first N of the 15 run one after another (5 are all partitions of seed 0), all
-rounds of each; the line says how many were timed, and gives the mean of a run and 15 times this mean.
+script writes one line of JSON for the runs at once, one for each run by itself, and prints one that compares
+them. With `--alone N` only the first N of the 15 run by themselves (5 are all partitions of seed 0), all
+rounds of each; the last line gives the mean of a run and 15 times this mean. What is in the file already is
+not run again, and nothing begins after --minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shutil
+import math
 import sys
 import tempfile
 import time
@@ -27,6 +29,7 @@ import torch
 import cfedavg
 from cfedavg import Callback
 from cfedavg.sweep import Grid, SealedCell, Sweep
+from lines import Line, Lines
 
 PARTITIONS: dict[str, dict[str, Any]] = {
     "iid": {"iid": True},
@@ -100,39 +103,48 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--compressor", default="topk(0.9)")
     parser.add_argument("--eta-local", type=float, default=0.05)
     parser.add_argument("--together", type=int, default=15, help="how many runs train at once")
-    parser.add_argument("--alone", type=int, default=15, help="how many of the 15 run one after another")
+    parser.add_argument("--alone", type=int, default=15, help="how many of the 15 run by themselves")
+    parser.add_argument("--out", type=Path, help="file for the lines")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin nothing after so many minutes")
     return parser.parse_args()
+
+
+def compare(lines: Lines, alone: list[Line]) -> Line:
+    """Return a line about the times and accuracies of the runs at once and by themselves."""
+    together = lines.find(how="at once")
+    assert together
+    last = {line["run"]: [together["final"][line["run"]], *line["final"].values()] for line in alone}
+    gap = max(abs(one - other) for one, other in last.values())
+    mean = abs(sum(one - other for one, other in last.values())) / len(last)
+    seconds = sum(line["seconds"] for line in alone) / len(alone)
+    return {
+        "how": "compared", "runs_alone": len(alone), "seconds_a_run": round(seconds, 2),
+        "seconds_of_15": round(15 * seconds, 1), "largest_gap": round(gap, 5), "gap_of_means": round(mean, 5),
+        "final": last,
+    }  # fmt: skip
 
 
 def main() -> None:
     given = read_options()
-    grid = grid_of(given)
+    grid, lines = grid_of(given), Lines(given.out, given.minutes)
     names = list(grid.cells(range(SEEDS)))
-    versions = {"cfedavg": cfedavg.__version__, "torch": torch.__version__, "precision": given.precision}
-    folder = Path(tempfile.mkdtemp(prefix="together-"))
-    try:
-        found, measured = run_cells(grid, folder / "at-once", given.together, names)
-        print(json.dumps({"how": "at once", "rounds": given.rounds, **measured, **versions}), flush=True)
-        if not given.alone:
-            return
-        alone, measured = run_cells(grid, folder / "alone", 1, names[: given.alone])
-        share = measured["seconds"] / len(alone)
-        measured |= {"seconds_a_run": round(share, 2), "seconds_of_15": round(share * len(names), 1)}
-        measured["seconds_of_each"] = [cell.made["seconds"] for cell in alone.values()]  # the first compiles
-        print(
-            json.dumps({"how": "one after another", "rounds": given.rounds, **measured, **versions}),
-            flush=True,
-        )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    last = {name: [each[name].values["test_accuracy"][-1] for each in (found, alone)] for name in alone}
-    gap = max(abs(one - other) for one, other in last.values())
-    mean = abs(sum(one - other for one, other in last.values())) / len(last)
-    line = {"how": "compared", "largest_gap": round(gap, 5), "gap_of_means": round(mean, 5), "final": last}
-    print(json.dumps(line), flush=True)
-    # bf16 and float32 round differently in blocks of another size, and training amplifies it.
-    if mean > 0.01:
-        sys.exit("the mean accuracies differ by more than a point")
+    about = {"rounds": given.rounds, "precision": given.precision, "device": given.device}
+    versions = {"cfedavg": cfedavg.__version__, "torch": torch.__version__}
+    work = [({"how": "at once"}, given.together, names)]
+    work += [({"how": "by itself", "run": name}, 1, [name]) for name in names[: given.alone]]
+    for what, together, some in work:
+        if lines.is_due(**what, **about):
+            with tempfile.TemporaryDirectory(prefix="together-") as folder:
+                found, measured = run_cells(grid, Path(folder) / "runs", together, some)
+            final = {name: cell.values["test_accuracy"][-1] for name, cell in found.items()}
+            lines.add(what | about | measured | versions | {"final": final})
+    alone = [line for line in lines.found if line["how"] == "by itself"]
+    if alone:
+        line = compare(lines, alone)
+        print(json.dumps(line), flush=True)
+        # bf16 and float32 round differently in blocks of another size, and training amplifies it.
+        if line["gap_of_means"] > 0.01:
+            sys.exit("the mean accuracies differ by more than a point")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -430,5 +431,32 @@ def test_the_command_waits_for_threads_and_handlers(arguments: list[str], code: 
         [sys.executable, "-c", ENDING, *arguments], capture_output=True, text=True, check=False
     )
     assert done.returncode == code
-    assert done.stdout.endswith("waited\nhandled\n")
+    assert done.stdout.endswith("handled\n")
+    assert "waited\n" in done.stdout
     assert ("--rounds" in done.stderr) == (code == 2)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-"])
+def test_a_closed_stream_does_not_change_the_exit_code(closed: str) -> None:
+    program = shlex.join([sys.executable, "-c", "from cfedavg.cli import command; command()", "--version"])
+    done = subprocess.run(["sh", "-c", f"{program} {closed}"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_command_writes_files_that_are_left_open(tmp_path: Path) -> None:
+    """Classes of a user may write a log and never close it."""
+    program = (
+        "import sys, cfedavg.cli; log = open(sys.argv.pop(), 'w'); log.write('text'); "
+        "raw = open(log.name + '2', 'wb'); raw.write(b'bytes'); cfedavg.cli.command()"
+    )
+    subprocess.run([sys.executable, "-c", program, "--version", str(tmp_path / "log")], check=True)
+    assert (tmp_path / "log").read_text() == "text"
+    assert (tmp_path / "log2").read_bytes() == b"bytes"
+
+
+def test_a_profiler_goes_on_after_the_command(tmp_path: Path) -> None:
+    script, found = tmp_path / "cfedavg", tmp_path / "found"
+    script.write_text("from cfedavg.cli import command; command()")
+    program = [sys.executable, "-m", "cProfile", "-o", str(found), str(script), "--version"]
+    subprocess.run(program, check=True, capture_output=True)
+    assert found.exists()

@@ -136,6 +136,17 @@ def test_kernels_are_described_for_one_client() -> None:
     assert [arg.shape[0] for arg in args if isinstance(arg, Like)] == [1, 1]
 
 
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_kernels_of_recurrent_layers_can_be_launched_for_one_client(
+    kind: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clients' axis of sequences is the second one."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    found = artifacts.find_kernels(list_recurrent(kind, both=False)[0])
+    assert {name for name, _ in found} == {"recur", "recur_grad"}
+    artifacts.launch_kernels(found)
+
+
 def test_the_compiler_does_not_write_what_arguments_are_computed_from(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -156,12 +167,8 @@ def test_the_compiler_does_not_write_what_arguments_are_computed_from(
     assert MissingOperatorWithoutDecomp.operator_str is before
 
 
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
-@pytest.mark.parametrize("both", [False, True])
-def test_the_compiler_can_view_what_a_recurrent_network_gives(kind: Any, both: bool) -> None:
-    """Operators that the compiler takes apart must give the strides that are listed."""
-    from torch._inductor.decomposition import select_decomp_table
-
+def list_recurrent(kind: Any, *, both: bool) -> tuple[artifacts.Listed, list[Tensor]]:
+    """The listed step of three clients with a recurrent network, and its inputs."""
     m = 3
     model = nn.Sequential(kind(6, 6, 2, batch_first=True, bidirectional=both))
 
@@ -173,9 +180,18 @@ def test_the_compiler_can_view_what_a_recurrent_network_gives(kind: Any, both: b
     stack = Stack(parameters, {}, Fixed([], []), [], torch.zeros(m))
     inputs = _Inputs(stack, (torch.randn(m, 4, 5, 6),), None, None, torch.ones(m))
     recorder = Recorder(Step(model, loss, SGD()), torch.device("cpu"), print)
-    found = lift_constants(recorder._trace(inputs))
+    return lift_constants(recorder._trace(inputs)), tree_leaves(stack) + inputs.given
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+@pytest.mark.parametrize("both", [False, True])
+def test_the_compiler_can_view_what_a_recurrent_network_gives(kind: Any, both: bool) -> None:
+    """Operators that the compiler takes apart must give the strides that are listed."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    found, inputs = list_recurrent(kind, both=both)
     compiled = make_fx(found.graph, decomposition_table=select_decomp_table(), tracing_mode="fake")
-    compiled(*tree_leaves(stack), *inputs.given, *found.constants)
+    compiled(*inputs, *found.constants)
 
 
 @pytest.fixture

@@ -238,3 +238,15 @@ def test_kernels_agree_with_a_cpu(shape: tuple[int, ...], dtype: torch.dtype) ->
             difference = (mine.cpu().double() - theirs.double()).norm()
             # Sums in another order; a ReLU's mask may differ where y is 0 to rounding.
             assert difference <= (2e-3 if dtype == torch.bfloat16 else 1e-4) * theirs.double().norm() + 1e-3
+
+
+@pytest.mark.gpu
+def test_a_kernel_keeps_nan() -> None:
+    """A client that diverges is found by its loss."""
+    x, (mean, scale, shift) = draws(2, 3, 4, 5, 6), draws(3, 2, 4, seed=1)
+    x[1, 0, 2] = torch.nan
+    given = x, mean, scale, shift
+    expected = norm_operators._normalise_relu(*given, None).isnan()
+    assert expected.any()
+    found = norm_operators._normalise_relu(*(each.cuda() for each in given), None)
+    assert torch.equal(found.cpu().isnan(), expected)

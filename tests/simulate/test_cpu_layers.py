@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from cfedavg.simulate.cpu.layers import Linear, convolve_and_pool, read_convolut
 from cfedavg.simulate.cpu.replacements import join_layers, quicken
 from cfedavg.simulate.engines.trial import takes_fast_layers
 
+ROOT = Path(__file__).parents[2]
 Case = tuple[int, int, tuple[int, int], tuple[int, int], tuple[int, int]]
 
 
@@ -110,6 +115,52 @@ def test_pooled_convolution_in_bf16(C: int) -> None:
         for found, its in zip(mine, torch.autograd.grad(expected, rounded[1:], dy.double()), strict=True):
             assert found.dtype == torch.float32
             assert_close(found, its)
+
+
+AVX2 = {
+    "ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "NUMBA_CPU_NAME": "znver3",
+    "NUMBA_CPU_FEATURES": "+avx2,+fma,+avx,+sse4.2",
+}  # fmt: skip
+
+
+@pytest.mark.skipif("AVX" not in torch.backends.cpu.get_cpu_capability(), reason="not an x86 processor")
+def test_pooled_convolution_with_the_instructions_of_an_older_processor() -> None:
+    """Without AVX-512 fewer sums fit into the registers, so the loops have other steps."""
+    call = "test_pooled_convolution((32, 64, (5, 5), (0, 0), (12, 12)), True, True)"
+    program = f"import tests.simulate.test_cpu_layers as module; module.{call}"
+    environment = {**os.environ, **AVX2}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment, cwd=ROOT)
+
+
+@pytest.mark.skipif(not layers.DOTS, reason="the processor has no instruction for products of bf16")
+@pytest.mark.parametrize(
+    ("C", "M", "kernel", "size"),
+    [
+        (32, 64, (5, 5), (12, 12)),
+        (16, 10, (3, 3), (7, 8)),
+        (48, 5, (1, 3), (5, 4)),
+        (64, 3, (2, 2), (21, 19)),
+        (1, 32, (5, 5), (12, 12)),
+        (1, 48, (2, 3), (7, 8)),
+    ],
+)
+def test_products_of_bf16(
+    C: int, M: int, kernel: tuple[int, int], size: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The instruction for bf16 gives what float32 gives, but for the order of the sums."""
+    x, *given = images(5, C, *size), images(M, C, *kernel, seed=1), torch.linspace(-1, 1, M)
+    given = [each.requires_grad_() for each in ([x, *given] if C > layers.FEW else given)]
+    grads = []
+    for dots in (False, True):
+        monkeypatch.setattr(layers, "DOTS", dots)
+        with torch.autocast("cpu", torch.bfloat16):
+            read = read_convolution(x, *given[-2:])
+            assert read is not None
+            y = convolve_and_pool(read, relu=True)
+        grads.append(torch.autograd.grad(y, given, images(*y.shape, seed=2).bfloat16()))
+    for found, its in zip(grads[1], grads[0], strict=True):
+        assert found.dtype == torch.float32
+        assert_close(found, its.double(), 1e-4 if found.shape == x.shape else 1e-6)  # dx is rounded
 
 
 @pytest.mark.parametrize("shape", [(64, 512), (2, 32, 512)])

@@ -44,3 +44,15 @@ def test_kernels(cell: str, precision: str, sizes: tuple[int, int, int, int]) ->
     for mine, exact in zip(found, (hs, cs, saved, *grads), strict=True):
         assert mine.shape == exact.shape
         assert (mine.cpu().double() - exact).norm() <= tolerance * exact.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cell", CELLS)
+def test_kernels_keep_nan(cell: str) -> None:
+    """A client that diverges is found by its loss."""
+    given, *_ = draw(cell, 3, 2, 5, 20)
+    x, *others = (each.float().cuda() for each in given)
+    x[0, 1] = torch.nan
+    h, *_ = recur(x, *others, cell, "tf32x3")
+    assert h[:, 0].isfinite().all()
+    assert h[:, 1].isnan().all()

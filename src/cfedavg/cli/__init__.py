@@ -24,11 +24,18 @@ __all__ = ["command", "main"]
 
 
 def command() -> None:
-    """Do what `main` does, in a process that is there for the command alone and ends with it."""
+    """Do what `main` does; in a process that is there for the command alone, also end the process, quickly.
+
+    Under a profiler, a debugger or another program, which may have work left after the command, this
+    function raises SystemExit as `main` does.
+    """
+    caller = sys._getframe(1)
     try:
         main()
     except SystemExit as stop:
-        end_process(int(stop.code or 0))
+        if caller.f_back is None and isinstance(stop.code, int | None):
+            end_process(stop.code or 0)
+        raise
 
 
 def main() -> None:

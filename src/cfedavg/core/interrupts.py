@@ -7,8 +7,11 @@ even if the main thread hangs in a call that never returns to Python.
 from __future__ import annotations
 
 import atexit
+import gc
+import io
 import os
 import signal
+import stat
 import sys
 import threading
 import time
@@ -114,20 +117,32 @@ def leave(code: int) -> NoReturn:
     If threads of torch.distributed are alive, the interpreter's shutdown sometimes aborts ("terminate called
     without an active exception"). The user would see this text, and a launcher would see a failure.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, OSError, ValueError):  # missing, on a full disk, or closed
+            stream.flush()
     os._exit(code)
 
 
 def end_process(code: int) -> NoReturn:
     """End this process as Python does, but leave its memory to the system.
 
-    Threads are waited for and functions of `atexit` are called. To take the interpreter and torch apart would
-    take a second more.
+    Threads are waited for, functions of `atexit` are called, and files that are still open are written. To
+    take the interpreter and torch apart would take a second more.
     """
     vars(threading)["_shutdown"]()
     atexit._run_exitfuncs()
+    _flush_files()
     leave(code)
+
+
+def _flush_files() -> None:
+    """Write what is in the buffers of open files, such as the log of a user's class that never closes it."""
+    kinds = io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom  # text goes into the others first
+    files = [each for each in gc.get_objects() if type(each) in kinds]
+    for file in sorted(files, key=lambda each: kinds.index(type(each))):
+        with suppress(OSError, ValueError):
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # a full pipe would keep us waiting
+                file.flush()
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from cfedavg.simulate.cpu import kernels
+from cfedavg.simulate.cpu.vectors import DOTS
 
 FEW = 4  # channels of images for which oneDNN's convolutions are slow
 LANES = 16  # channels are handled in groups of so many
@@ -125,7 +126,7 @@ class ConvolveAndPool(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, weight, at = ctx.saved_tensors
-        g, images = dy.permute(0, 2, 3, 1).contiguous().float(), _images(x, ctx.padding)
+        g, images = dy.permute(0, 2, 3, 1).contiguous(), _images(x, ctx.padding)
         if weight.shape[1] <= FEW:
             dx, (dw, db) = None, _gradient_of_few_channels(images, g, at, weight)
         else:
@@ -137,30 +138,40 @@ class ConvolveAndPool(torch.autograd.Function):
 
 def _gradient_of_few_channels(images: Tensor, g: Tensor, at: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the gradients of the weights and the bias, for images of few channels."""
-    C, dw = weight.shape[1], torch.zeros_like(_by_tap(weight))
-    db = torch.zeros(len(weight))
-    arrays = images.flatten(2).numpy(), g.numpy(), at.numpy()
-    kernels.add_few_channels_gradient(*arrays, dw.numpy(), db.numpy(), C)
-    return dw.view(*weight.shape[2:], C, -1).permute(3, 2, 0, 1), db
+    M, C, K, L = weight.shape
+    dw, db = torch.zeros(K, L * C, M), torch.zeros(M)
+    x, g = ((each if C == 1 else each.float()) for each in (images.flatten(2), g))
+    arrays = _for_kernel(x), _for_kernel(g), at.numpy(), dw.numpy(), db.numpy()
+    kernels.add_few_channels_gradient(*arrays, C)
+    return dw.view(K, L, C, M).permute(3, 2, 0, 1), db
 
 
 def _gradient(
     images: Tensor, g: Tensor, at: Tensor, weight: Tensor, *, needs: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of the images, which are computed if `needs` is true, the weights and the bias."""
-    w = weight.permute(0, 2, 3, 1).contiguous().float()
-    dw, db = torch.zeros_like(w), torch.zeros(len(weight))
+    w = weight.permute(0, 2, 3, 1).contiguous()
+    dw, db = torch.zeros(w.shape), torch.zeros(len(weight))
     dx = torch.zeros(images.shape if needs else (0, 0, 0, 0))
-    arrays = images.flatten(2).numpy(), g.numpy(), at.numpy(), w.flatten(2).numpy(), dw.flatten(2).numpy()
-    kernels.add_gradient(*arrays, db.numpy(), dx.flatten(2).numpy(), weight.shape[1])
+    x, g, w = (_for_kernel(each) for each in (images.flatten(2), g, w.flatten(2)))
+    kernels.add_gradient(
+        x, g, at.numpy(), w, dw.flatten(2).numpy(), db.numpy(), dx.flatten(2).numpy(), weight.shape[1]
+    )
     return dx, dw.permute(0, 3, 1, 2), db
 
 
+def _for_kernel(tensor: Tensor) -> Any:
+    """Return a tensor as an array: the bits of bf16 if the processor multiplies bf16, else in float32."""
+    if tensor.dtype == torch.bfloat16 and DOTS:
+        return tensor.view(torch.int16).numpy()
+    return tensor.float().numpy()
+
+
 def _images(x: Tensor, padding: tuple[int, int]) -> Tensor:
-    """Return images (N, H, W, C) in float32, with zeros around them."""
+    """Return images (N, H, W, C) with zeros around them."""
     down, right = padding
     padded = F.pad(x, (right, right, down, down)) if down or right else x
-    return padded.permute(0, 2, 3, 1).contiguous().float()
+    return padded.permute(0, 2, 3, 1).contiguous()
 
 
 def _unpad(images: Tensor, padding: tuple[int, int]) -> Tensor:
@@ -183,7 +194,7 @@ def _pool(
     floor, y, at = (each.numpy() for each in to)
     if convolved is None:
         offset = torch.zeros(len(weight)) if bias is None else bias.float()
-        arrays = (_images(x, padding).flatten(2).numpy(), _by_tap(weight).numpy(), offset.numpy())
+        arrays = (_images(x, padding).float().flatten(2).numpy(), _by_tap(weight).numpy(), offset.numpy())
         kernels.convolve_and_pool(*arrays, floor, y, at, weight.shape[1])
     else:
         kernels.pool(convolved.permute(0, 2, 3, 1).contiguous().float().numpy(), floor, y, at)

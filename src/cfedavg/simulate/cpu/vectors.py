@@ -19,15 +19,26 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-DEAD = 4  # the place of a window of four numbers none of which is above the floor
-
 LANES = 16  # numbers in a vector register of AVX-512
 # More sums at once hide how long an addition takes, as long as they fit into the registers. Ten of 16 numbers
 # do with AVX-512. numba compiles anew for a processor with other features.
 _FEATURES = getattr(numba.config, "CPU_FEATURES", None) or get_host_cpu_features().flatten()
 WIDEST = 160 if "+avx512f" in _FEATURES else 64
 
-_FLOAT, _BYTE, _INT = ir.FloatType(), ir.IntType(8), types.intp
+FLOAT, BYTE, INT = ir.FloatType(), ir.IntType(8), types.intp
+HALF = ir.IntType(16)  # the bits of bf16
+_PAIRS, ZERO = ir.VectorType(HALF, 2 * LANES), ir.Constant(ir.IntType(64), 0)
+DOTS = "+avx512bf16" in _FEATURES  # whether the processor has an instruction for products of bf16
+
+# How two rows of so many numbers are interleaved, and how sums of rows of 32 are sorted afterwards.
+INTERLEAVED = {
+    32: [[n for lane in range(0, 32, 8) for j in range(4) for n in (lane + h + j, 32 + lane + h + j)]
+         for h in (0, 4)],
+    16: [[n for j in range(16) for n in (j, 16 + j)]],
+}  # fmt: skip
+_SORTED = [
+    [4 * group + j + 16 * h for group in pair for h in (0, 1) for j in range(4)] for pair in ((0, 1), (2, 3))
+]
 
 
 def operation(emit: Callable[..., None], *kinds: Any) -> Any:
@@ -60,16 +71,22 @@ def constant(kind: Any, lanes: int, value: float) -> Any:
     return ir.Constant(ir.VectorType(kind, lanes), [value] * lanes)
 
 
+def indices(order: Sequence[int]) -> Any:
+    """Return a list of places in the form that `shuffle_vector` takes."""
+    word = ir.IntType(32)
+    return ir.Constant(ir.VectorType(word, len(order)), [ir.Constant(word, n) for n in order])
+
+
 def load(builder: Any, pointer: Any, at: Any, lanes: int) -> Any:
     vector = ir.VectorType(pointer.type.pointee, lanes)
     found = builder.load(builder.bitcast(builder.gep(pointer, [at]), vector.as_pointer()))
-    found.align = 4 if pointer.type.pointee == _FLOAT else 1
+    found.align = 4 if pointer.type.pointee == FLOAT else 1
     return found
 
 
 def store(builder: Any, vector: Any, pointer: Any, at: Any) -> None:
     done = builder.store(vector, builder.bitcast(builder.gep(pointer, [at]), vector.type.as_pointer()))
-    done.align = 4 if pointer.type.pointee == _FLOAT else 1
+    done.align = 4 if pointer.type.pointee == FLOAT else 1
 
 
 def variable(builder: Any, value: Any) -> Any:
@@ -78,12 +95,29 @@ def variable(builder: Any, value: Any) -> Any:
     return made(builder, value)
 
 
-def spread(builder: Any, pointer: Any, at: Any, lanes: int) -> Any:
+def spread(builder: Any, pointer: Any, at: Any, lanes: int, align: int | None = None) -> Any:
     """Return a vector with the number at `pointer[at]` in all lanes."""
+    number = builder.load(builder.gep(pointer, [at]))
+    number.align = align
     empty = ir.Constant(ir.VectorType(pointer.type.pointee, lanes), ir.Undefined)
     first = ir.Constant(ir.IntType(32), 0)
-    one = builder.insert_element(empty, builder.load(builder.gep(pointer, [at])), first)
+    one = builder.insert_element(empty, number, first)
     return builder.shuffle_vector(one, empty, constant(ir.IntType(32), lanes, 0))
+
+
+def spread_pair(b: Any, pointer: Any, at: Any) -> Any:
+    """Return a vector with the two bf16 numbers from `pointer[at]` on in all lanes."""
+    words = b.bitcast(b.gep(pointer, [at]), ir.IntType(32).as_pointer())
+    return b.bitcast(spread(b, words, ZERO, LANES, align=2), _PAIRS)
+
+
+def widen(b: Any, vector: Any) -> Any:
+    """Return a vector of bf16 in float32; a vector in float32 as it is."""
+    if vector.type.element != HALF:
+        return vector
+    lanes = vector.type.count
+    words = b.zext(vector, ir.VectorType(ir.IntType(32), lanes))
+    return b.bitcast(b.shl(words, constant(ir.IntType(32), lanes, 16)), ir.VectorType(FLOAT, lanes))
 
 
 def add_product(builder: Any, total: Any, x: Any, y: Any) -> Any:
@@ -92,11 +126,27 @@ def add_product(builder: Any, total: Any, x: Any, y: Any) -> Any:
     return builder.fadd(total, builder.fmul(x, y, flags=fused), flags=fused)
 
 
-def gather(lanes: int) -> Any:
-    """Make gather(out, o, x, i, at, g, n): out[o] += sum over k < n of g[k] x[i + at[k]]."""
-    places = [ir.Constant(ir.IntType(64), lane) for lane in range(0, lanes, LANES)]
+def add_pairs(b: Any, total: Any, x: Any, y: Any) -> Any:
+    """Return total[l] + x[2 l] y[2 l] + x[2 l + 1] y[2 l + 1] for x and y in bf16."""
+    words = ir.VectorType(ir.IntType(32), LANES)
+    kind = ir.FunctionType(total.type, [total.type, words, words])
+    declare: Callable[..., Any] = cgutils.get_or_insert_function
+    dot = declare(b.module, kind, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return b.call(dot, [total, b.bitcast(x, words), b.bitcast(y, words)])
 
-    def emit(b: Any, out: Any, o: Any, x: Any, i: Any, at: Any, g: Any, n: Any) -> None:
+
+def gather(lanes: int) -> Any:
+    """Make gather(out, o, x, i, at, g, f, n): out[o] += sum over f <= k < f + n of g[k] x[i + at[k]].
+
+    x and g hold float32, or the bits of bf16. For bf16, n is even.
+    """
+
+    def emit(b: Any, out: Any, o: Any, x: Any, i: Any, at: Any, g: Any, f: Any, n: Any) -> None:
+        at, g = b.gep(at, [f]), b.gep(g, [f])
+        if x.type.pointee == HALF:
+            _gather_pairs(b, lanes, out, o, x, i, at, g, n)
+            return
+        places = [ir.Constant(ir.IntType(64), lane) for lane in range(0, lanes, LANES)]
         totals = [variable(b, load(b, out, b.add(o, place), LANES)) for place in places]
         with cgutils.for_range(b, n) as k:
             start, factor = b.add(i, b.load(b.gep(at, [k.index]))), spread(b, g, k.index, LANES)
@@ -106,84 +156,55 @@ def gather(lanes: int) -> Any:
         for total, place in zip(totals, places, strict=True):
             store(b, b.load(total), out, b.add(o, place))
 
-    return operation(emit, None, _INT, None, _INT, None, None, _INT)
+    return operation(emit, None, INT, None, INT, None, None, INT, INT)
 
 
-def _windows(b: Any, i: Any, row: Any, C: Any) -> tuple[Any, ...]:
-    """Return the places of one tap in the four windows that are pooled."""
-    below = b.add(i, row)
-    return i, b.add(i, C), below, b.add(below, C)
+def _gather_pairs(b: Any, lanes: int, out: Any, o: Any, x: Any, i: Any, at: Any, g: Any, n: Any) -> None:
+    """Emit `gather` for bf16: an instruction adds two products to each sum, of two rows that are interleaved.
 
-
-def _taps(b: Any, K: Any, T: Any, row: Any, M: Any, visit: Callable[[Any, Any], None]) -> None:
-    """Emit a loop over K rows of T taps; `visit` gets a tap's place in the image and in the weights."""
-    with cgutils.for_range(b, K) as u:
-        image, weights = b.mul(u.index, row), b.mul(b.mul(u.index, T), M)
-        with cgutils.for_range(b, T) as v:
-            visit(b.add(image, v.index), b.add(weights, b.mul(v.index, M)))
-
-
-def pooled_window(lanes: int) -> Any:
-    """Make pooled_window(x, i, row, C, w, c, M, K, T, bias, floor, y, at, o), one pixel after the pooling.
-
-    Convolve the four windows of the image x that begin at i, i + C, i + row, i + row + C with output
-    channels c to c + lanes - 1 of the weights w (K, T, M), and add the bias. y[o] is the largest of the four
-    and the floor, and at[o] says which it is: 0 to 3, or DEAD.
+    Numbers are interleaved within each 128 bits, which takes one instruction. So a sum of 32 numbers is in
+    two vectors, whose groups of four numbers alternate; the sums are sorted at the end.
     """
-
-    def emit(
-        b: Any, x: Any, i: Any, row: Any, C: Any, w: Any, c: Any, M: Any, K: Any, T: Any, bias: Any,
-        floor: Any, y: Any, at: Any, o: Any,
-    ) -> None:  # fmt: skip
-        first = load(b, bias, c, lanes)
-        totals = [variable(b, first) for _ in range(4)]
-
-        def visit(pixel: Any, weight: Any) -> None:
-            part = load(b, w, b.add(c, weight), lanes)
-            for total, place in zip(totals, _windows(b, b.add(i, pixel), row, C), strict=True):
-                b.store(add_product(b, b.load(total), spread(b, x, place, lanes), part), total)
-
-        _taps(b, K, T, row, M, visit)
-        best, where = b.load(totals[0]), constant(_BYTE, lanes, 0)
-        for k in (1, 2, 3):
-            value = b.load(totals[k])
-            better = b.or_(b.fcmp_ordered(">", value, best), b.fcmp_unordered("uno", value, value))
-            best = b.select(better, value, best)
-            where = b.select(better, constant(_BYTE, lanes, k), where)
-        least = spread(b, floor, ir.Constant(ir.IntType(64), 0), lanes)
-        dead = b.fcmp_ordered("<=", best, least)
-        store(b, b.select(dead, least, best), y, o)
-        store(b, b.select(dead, constant(_BYTE, lanes, DEAD), where), at, o)
-
-    return operation(emit, None, _INT, _INT, _INT, None, _INT, _INT, _INT, _INT, None, None, None, None, _INT)
+    blocks = [(lane, min(32, lanes - lane)) for lane in range(0, lanes, 32)]
+    zero, two = constant(FLOAT, LANES, 0.0), ir.Constant(ir.IntType(64), 2)
+    totals = [[variable(b, zero) for _ in range(size // LANES)] for _, size in blocks]
+    with cgutils.for_range(b, b.udiv(n, two)) as k:
+        first = b.mul(k.index, two)
+        starts = [b.add(i, b.load(b.gep(at, [b.add(first, ir.Constant(ir.IntType(64), j))]))) for j in (0, 1)]
+        factors = spread_pair(b, g, first)
+        for mine, (lane, size) in zip(totals, blocks, strict=True):
+            place = ir.Constant(ir.IntType(64), lane)
+            rows = [load(b, x, b.add(start, place), size) for start in starts]
+            for total, order in zip(mine, INTERLEAVED[size], strict=True):
+                mixed = b.shuffle_vector(*rows, indices(order))
+                b.store(add_pairs(b, b.load(total), factors, mixed), total)
+    for mine, (lane, size) in zip(totals, blocks, strict=True):
+        sums = [b.load(total) for total in mine]
+        if size == 32:
+            sums = [b.shuffle_vector(*sums, indices(order)) for order in _SORTED]
+        for j, total in enumerate(sums):
+            place = b.add(o, ir.Constant(ir.IntType(64), lane + LANES * j))
+            store(b, b.fadd(load(b, out, place, LANES), total), out, place)
 
 
-def window_gradient(lanes: int) -> Any:
-    """Make window_gradient(x, i, row, C, g, at, o, dw, c, M, K, T, db), for one pixel after the pooling.
+def make_add_sum() -> Any:
+    """Make add_sum(out, o, g, f, n): out[o] += sum of g[f : f + n], float32 or the bits of bf16."""
 
-    Add the gradient of weights and bias to dw (K, T, M) and db; the windows are those of `pooled_window`.
-    The gradient g[o] belongs to the window at[o].
-    """
+    def emit(b: Any, out: Any, o: Any, g: Any, f: Any, n: Any) -> None:
+        g = b.gep(g, [f])
+        lanes, total = ir.Constant(ir.IntType(64), LANES), variable(b, constant(FLOAT, LANES, 0.0))
+        groups = b.udiv(n, lanes)
+        with cgutils.for_range(b, groups) as k:
+            part = widen(b, load(b, g, b.mul(k.index, lanes), LANES))
+            b.store(b.fadd(b.load(total), part), total)
+        rest, last = b.mul(groups, lanes), variable(b, ir.Constant(FLOAT, 0.0))
+        with cgutils.for_range(b, b.sub(n, rest)) as k:
+            one = b.extract_element(widen(b, load(b, g, b.add(rest, k.index), 1)), ZERO)
+            b.store(b.fadd(b.load(last), one), last)
+        found = b.load(last)
+        for lane in range(LANES):
+            found = b.fadd(found, b.extract_element(b.load(total), ir.Constant(ir.IntType(32), lane)))
+        to = b.gep(out, [o])
+        b.store(b.fadd(b.load(to), found), to)
 
-    def emit(
-        b: Any, x: Any, i: Any, row: Any, C: Any, g: Any, at: Any, o: Any, dw: Any, c: Any, M: Any, K: Any,
-        T: Any, db: Any,
-    ) -> None:  # fmt: skip
-        grad, where, zero = load(b, g, o, lanes), load(b, at, o, lanes), constant(_FLOAT, lanes, 0.0)
-
-        def here(k: int) -> Any:
-            return b.icmp_unsigned("==", where, constant(_BYTE, lanes, k))
-
-        parts = [b.select(here(k), grad, zero) for k in range(4)]
-        store(b, b.fadd(load(b, db, c, lanes), b.select(here(DEAD), zero, grad)), db, c)
-
-        def visit(pixel: Any, weight: Any) -> None:
-            to = b.add(c, weight)
-            total = load(b, dw, to, lanes)
-            for part, place in zip(parts, _windows(b, b.add(i, pixel), row, C), strict=True):
-                total = add_product(b, total, spread(b, x, place, lanes), part)
-            store(b, total, dw, to)
-
-        _taps(b, K, T, row, M, visit)
-
-    return operation(emit, None, _INT, _INT, _INT, None, None, _INT, None, _INT, _INT, _INT, _INT, None)
+    return operation(emit, None, INT, None, INT, INT)

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial, reduce
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_map_only
 from cfedavg.core.files import cache_folder
 from cfedavg.simulate.vectorised import replacements  # noqa: F401 - defines the operators of a list
 from cfedavg.simulate.vectorised.compiler import running_compiler
+from cfedavg.simulate.vectorised.recurrent import Recurrence, RecurrenceGrad
 
 KEPT = 100  # artifacts in the folder
 CHILDREN = 8  # of the compiler process, that compile Triton kernels of one step at the same time
@@ -35,6 +37,8 @@ KERNELS = (
     "convolve", "convolve_input_grad", "convolve_weight_grad",
     "moments", "channel_sums", "normalise_relu", "normalise_grad", "recur", "recur_grad",
 )  # fmt: skip
+# The clients' axis in each tensor argument of an operator; it is 0 in those of the other operators.
+AXES = {"recur": Recurrence.inputs, "recur_grad": RecurrenceGrad.inputs}
 
 Call = tuple[str, list[Any]]  # an operator of ours and its arguments, with Like in the place of tensors
 Row = tuple[str, Any, tuple[Any, ...], dict[str, Any]]  # op, target, args and kwargs of a node
@@ -55,9 +59,10 @@ class Like(NamedTuple):
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
 
     @classmethod
-    def one_client(cls, tensor: Tensor) -> Like:
-        """Describe a tensor like `tensor`, but of one client: its first axis has length 1."""
-        return cls((1, *tensor.shape[1:]), tensor.stride(), tensor.dtype, tensor.device)
+    def one_client(cls, tensor: Tensor, axis: int) -> Like:
+        """Describe a tensor like `tensor`, but of one client: the axes up to the clients' have length 1."""
+        shape = (*[1] * (axis + 1), *tensor.shape[axis + 1 :])
+        return cls(shape, tensor.stride(), tensor.dtype, tensor.device)
 
     def make(self) -> Tensor:
         """Return a tensor with arbitrary values that fits this description."""
@@ -204,7 +209,11 @@ def find_kernels(listed: Listed) -> list[Call]:
     for node in listed.graph.graph.nodes:
         name = getattr(node.target, "_opname", "")
         if name in KERNELS and node.target.namespace == "cfedavg":
-            args = [Like.one_client(arg.meta["val"]) if isinstance(arg, Node) else arg for arg in node.args]
+            axes = AXES.get(name, [0] * len(node.args))
+            args = [
+                Like.one_client(arg.meta["val"], axis) if isinstance(arg, Node) else arg
+                for arg, axis in zip_longest(node.args, axes)
+            ]
             calls[repr((name, args))] = name, args
     return list(calls.values())
 

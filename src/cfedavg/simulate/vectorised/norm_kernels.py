@@ -139,7 +139,9 @@ def _normalise_relu(
         value = value * times + plus
         if ADDS:
             value += tl.load(residual + at, inside, other=0.0).to(tl.float32)
-        tl.store(y + at, tl.maximum(value, 0.0).to(y.dtype.element_ty), inside)
+        # NaN stays NaN, as in torch, so that a client that diverges is seen.
+        value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        tl.store(y + at, value.to(y.dtype.element_ty), inside)
 
 
 @triton.jit

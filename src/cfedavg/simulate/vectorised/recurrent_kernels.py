@@ -60,7 +60,10 @@ def _step(
     first += tl.load(bias, known, other=0.0)
     x1 = tl.load(x + gate, inside, other=0.0)
     if G == 1:
-        after = libdevice.tanh(x1 + first) if CELL == "tanh" else tl.maximum(x1 + first, 0.0)
+        if CELL == "tanh":
+            after = libdevice.tanh(x1 + first)
+        else:  # NaN stays NaN, as in torch, so that a client that diverges is seen
+            after = tl.maximum(x1 + first, 0.0, propagate_nan=tl.PropagateNan.ALL)
         tl.store(saved + client * B * H + to, after, inside)
     else:
         second += tl.load(bias + H, known, other=0.0)
