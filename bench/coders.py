@@ -13,33 +13,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from cfedavg.core.files import append
 
-sys.path.insert(0, str(Path(__file__).parent / "peers" / "coders"))
 PARTS = ("messages", "federation", "lowrank")
 
 
 def cases_of(part: str) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]:
     """Yield each case of a part: the fields that name it, and a function that measures it."""
     if part == "messages":
-        import messages
+        from bench.peers.coders import messages
 
         for folder, quantiser in messages.KINDS:
             values = quantiser or messages.SENT[folder]
             yield {"folder": folder, "values": values}, partial(messages.compare, folder, quantiser)
     elif part == "federation":
-        import federation
+        from bench.peers.coders import federation
 
         for model, (_, names) in federation.PLANS.items():
             for name in names:

@@ -18,9 +18,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import nnc
 import numpy as np
 import torch
+from bench.peers.coders import nnc
 from flwr.common import FitIns, FitRes, ndarrays_to_parameters
 from nncodec import fl
 

@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-import formulas
-import nnc
 import numpy as np
+from bench.peers.coders import formulas, nnc
 from bench.wire import recorded, with_values
 
 from cfedavg import Layout, decode, encode
