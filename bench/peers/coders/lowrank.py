@@ -32,6 +32,7 @@ from cfedavg import Config, Layout, decompress, encode, parse
 from cfedavg.core.bases import Factors
 from cfedavg.core.keys import Purpose, derive, normals, signed
 
+ROOT = Path(__file__).parents[3]
 CLIENTS, ROUNDS, MODEL = 4, 20, "lenet"
 # Where the hook's iteration starts from, and what is drawn for ours: the last factors, or new ones each round.
 STARTS = ("warm", "drawn", "ours")
@@ -57,11 +58,11 @@ class Bucket:
         return True
 
 
-def make_state(rank: int, start: str) -> power.PowerSGDState:
+def make_state(rank: int, start: str, feedback: bool) -> power.PowerSGDState:
     """Return a state that compresses from the first step, and every matrix whose factors are shorter."""
     state = power.PowerSGDState(
         None, matrix_approximation_rank=rank, start_powerSGD_iter=2, min_compression_rate=1,
-        warm_start=start != "drawn",
+        warm_start=start != "drawn", use_error_feedback=feedback,
     )  # fmt: skip
     state.iter = 2
     return state
@@ -87,13 +88,13 @@ def reduce_by_hook(state: power.PowerSGDState, layout: Layout, g: Tensor, start:
     return found
 
 
-def run_process(folder: Path, rank: int, start: str) -> NoReturn:
+def run_process(folder: Path, rank: int, start: str, feedback: bool) -> NoReturn:
     """Be one of the processes: reduce the updates of a client; process 0 writes what was applied."""
     client, n = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo", init_method=(folder / "meeting").as_uri(), rank=client, world_size=n)
     layout = Layout.from_text((folder / "layout.json").read_text())
     updates = torch.from_numpy(np.load(folder / "updates.npy"))
-    state, applied, began = make_state(rank, start), [], time.process_time()
+    state, applied, began = make_state(rank, start, feedback), [], time.process_time()
     for t, g in enumerate(updates[:, client]):
         given = draw_starts(layout, rank, t) if start == "ours" else None
         applied.append(reduce_by_hook(state, layout, g, given))
@@ -106,16 +107,21 @@ def run_process(folder: Path, rank: int, start: str) -> NoReturn:
     os._exit(0)  # torch.distributed's threads may abort the interpreter's own end
 
 
-def run_hook(layout: Layout, updates: Tensor, rank: int, start: str) -> tuple[Tensor, float]:
-    """Return what the hook applied in each round, and the seconds of a round in process 0."""
+def run_hook(
+    layout: Layout, updates: Tensor, rank: int, start: str, feedback: bool = True
+) -> tuple[Tensor, float]:
+    """Return what the hook applied in each round, and the seconds of a round in process 0.
+
+    `updates` has shape (rounds, clients, d); each client has a process of its own.
+    """
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "layout.json").write_text(layout.text)
         np.save(folder / "updates.npy", updates.numpy())
         n = updates.shape[1]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(n)}
-        command = [sys.executable, "-m", "bench.peers.coders.lowrank", name, str(rank), start]
-        started = [subprocess.Popen(command, env=environment | {"RANK": str(i)}) for i in range(n)]
+        command = [sys.executable, "-m", "bench.peers.coders.lowrank", name, str(rank), start, str(int(feedback))]
+        started = [subprocess.Popen(command, cwd=ROOT, env=environment | {"RANK": str(i)}) for i in range(n)]
         if any(process.wait(600) for process in started):
             raise SystemExit("a process of the hook failed")
         return torch.from_numpy(np.load(folder / "applied.npy")), float((folder / "seconds.json").read_text())
@@ -180,4 +186,4 @@ def describe(truth: Tensor, applied: Tensor, about: dict[str, Any], seconds: flo
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    run_process(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    run_process(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4] == "1")
