@@ -39,6 +39,13 @@ def cases_of(part: str) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str,
         for model, (_, names) in federation.PLANS.items():
             for name in names:
                 yield {"model": model, "name": name}, partial(federation.compare, model, name)
+    else:
+        from bench.peers.coders import lowrank
+
+        for rank in lowrank.RANKS:
+            layout, updates = lowrank.train_updates()
+            for name in lowrank.names(rank):
+                yield {"rank": rank, "name": name}, partial(lowrank.compare, layout, updates, rank, name)
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
 """A federation of NNCodec's own Flower client and strategy, both directions compressed, and ours beside it.
 
 `NNClient` and `NNCFedAvg` are those of the package, driven as `example/nnc_fl.py` of its repository does, but
-without Ray and without a network: each round calls the clients' `fit` one after another, then the strategy's
+without Ray and without a network: each round calls the `fit` of one client after another, then the strategy's
 `aggregate_fit` and `evaluate`. Task, first weights, batches and local steps are ours on both sides, bit for
-bit. Bytes are those of the coded messages: NNCodec's bitstreams without Flower's framing, ours with header and
-checksum. In the first round NNCodec's strategy sends the whole model as float32, ours as a coded message.
+bit. Bytes are those of the coded messages: NNCodec's bitstreams without Flower's framing, ours with header
+and checksum. In the first round NNCodec's strategy sends the whole model as float32, ours as a coded message.
 """
 
 from __future__ import annotations
@@ -14,11 +14,9 @@ import copy
 import io
 import time
 from argparse import Namespace
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
 from bench.peers.coders import nnc
 from flwr.common import FitIns, FitRes, ndarrays_to_parameters
@@ -31,8 +29,8 @@ from cfedavg.simulate.local import after, batches, evaluate, local_steps
 from cfedavg.task import Task
 
 CLIENTS, STEPS, BATCH, RATE = 10, 16, 64, 0.1
-# The first three: `example/nnc_fl.py`, the defaults of nncodec.fl, and the EuCNC 2025 paper in the README. The
-# others have no sparsity beside that of the quantiser.
+# The first three are those of `example/nnc_fl.py`, of nncodec.fl, and of the EuCNC 2025 paper in its README.
+# The others have no sparsity beside that of the quantiser.
 SPARSE = {"struct_spars_factor": 0.9, "tca": True}
 SETTINGS: dict[str, dict[str, Any]] = {
     "qp -32": {"qp": -32},
@@ -84,10 +82,10 @@ def make_arguments(name: str, folder: str) -> Namespace:
     --compress_differences --err_accumulation`."""
     given = {"sparsity": 0.0, "struct_spars_factor": 0.0, "tca": False} | SETTINGS[name]
     return Namespace(
-        **given, diff_qp=given["qp"], qp_density=2, nonweight_qp=-75, opt_qp=False, use_dq=False, bitdepth=None,
-        lsa=False, bnf=False, row_skipping=False, param_opt=True, approx_method="uniform", results=folder,
-        model="lenet", job_id="", wandb=False, verbose=False, compress_upstream=True, compress_downstream=True,
-        compress_differences=True, err_accumulation=True, lr=RATE, weight_decay=0.0,
+        **given, diff_qp=given["qp"], qp_density=2, nonweight_qp=-75, opt_qp=False, use_dq=False,
+        bitdepth=None, lsa=False, bnf=False, row_skipping=False, param_opt=True, approx_method="uniform",
+        results=folder, model="model", job_id="", wandb=False, verbose=False, lr=RATE, weight_decay=0.0,
+        compress_upstream=True, compress_downstream=True, compress_differences=True, err_accumulation=True,
     )  # fmt: skip
 
 
@@ -135,7 +133,7 @@ def federate(task: Task, seed: int, rounds: int, arguments: Namespace) -> dict[s
 def fit(
     task: Task, client: int, parameters: Any, info: dict[str, Any], arguments: Namespace, train: Any
 ) -> FitRes:
-    """Run a round of a client. As in Ray, each round makes the client anew; it finds its state on the disk."""
+    """Run a round of a client. As in Ray, each round makes the client anew; its state is on the disk."""
     made = fl.NNClient(
         None, trainloader=Loader(task, client), valloader=None, id=client + 1, criterion=None,
         device=torch.device("cpu"), c_model=copy_model(task), args=arguments, mdl_info=info,

@@ -1,8 +1,8 @@
 """PyTorch's PowerSGD hook in a few gloo processes, on the updates that our `lowrank` compresses.
 
 Both are given the same updates of each client and round, those of uncompressed FedAvg on the embedded MNIST
-subset, and have error feedback. The hook sums the clients' products M Q over the processes and sends one pair of
-factors back, so that its P is that of the mean; ours sends each client's own factors to the server. What
+subset, and have error feedback. The hook sums the clients' products M Q over the processes and sends one pair
+of factors back, so that its P is that of the mean; ours sends each client's own factors to the server. What
 counts is the mean update that has been applied until round t, beside the mean update that there was:
 
     error_t = |sum_s (mean_i g_i,s - applied_s)| / |sum_s mean_i g_i,s|.
@@ -17,7 +17,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from cfedavg import Config, Layout, decompress, encode, parse
 from cfedavg.core.bases import Factors
@@ -34,8 +34,9 @@ from cfedavg.core.keys import Purpose, derive, normals, signed
 
 ROOT = Path(__file__).parents[3]
 CLIENTS, ROUNDS, MODEL = 4, 20, "lenet"
-# Where the hook's iteration starts from, and what is drawn for ours: the last factors, or new ones each round.
+# Where the hook's iteration starts from: the last factors, new ones each round, or those of our `lowrank`.
 STARTS = ("warm", "drawn", "ours")
+RANKS = (2, 4)
 
 
 class Bucket:
@@ -70,7 +71,12 @@ def make_state(rank: int, start: str, feedback: bool) -> power.PowerSGDState:
 
 def draw_starts(layout: Layout, rank: int, key: int) -> Tensor:
     """Return the matrices Q_0 that `lowrank` draws from a key, one after another."""
-    basis, word, sent, found = Factors.of(layout, rank), derive(np.array([signed(key)]), Purpose.SELECT), 0, []
+    basis, word, sent, found = (
+        Factors.of(layout, rank),
+        derive(np.array([signed(key)]), Purpose.SELECT),
+        0,
+        [],
+    )
     for (rows, _), r, count in zip(basis.shapes, basis.ranks(), basis.counts(), strict=True):
         if r:
             found.append(normals(word[:, None], np.arange(sent + rows * r, sent + count))[0])
@@ -120,7 +126,15 @@ def run_hook(
         np.save(folder / "updates.npy", updates.numpy())
         n = updates.shape[1]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "WORLD_SIZE": str(n)}
-        command = [sys.executable, "-m", "bench.peers.coders.lowrank", name, str(rank), start, str(int(feedback))]
+        command = [
+            sys.executable,
+            "-m",
+            "bench.peers.coders.lowrank",
+            name,
+            str(rank),
+            start,
+            str(int(feedback)),
+        ]
         started = [subprocess.Popen(command, cwd=ROOT, env=environment | {"RANK": str(i)}) for i in range(n)]
         if any(process.wait(600) for process in started):
             raise SystemExit("a process of the hook failed")
@@ -148,7 +162,6 @@ def train_updates() -> tuple[Layout, Tensor]:
     from cfedavg.data.tasks import build_task
     from cfedavg.optimise import SGD
     from cfedavg.simulate.local import after, batches, local_steps
-    from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
     task = build_task(Config(clients=CLIENTS, classes_per_client=5, model=MODEL, rounds=1, local_epochs=1))
     named = dict(task.model.named_parameters())
@@ -165,23 +178,24 @@ def train_updates() -> tuple[Layout, Tensor]:
     return layout, torch.stack(rounds)
 
 
-def compare(rank: int) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a rank: the hook with each start, ours in fp32 and in bf16."""
-    layout, updates = train_updates()
+def names(rank: int) -> list[str]:
+    """Return the contenders of a rank: the hook with each start, ours in fp32 and in bf16."""
+    return [*(f"hook, {start}" for start in STARTS), f"lowrank({rank})", f"lowrank({rank}) >> bf16"]
+
+
+def compare(layout: Layout, updates: Tensor, rank: int, name: str) -> dict[str, Any]:
+    """Return the line of a contender: bytes and milliseconds of a client and round, and the errors."""
+    if name.startswith("hook, "):
+        applied, seconds = run_hook(layout, updates, rank, name.removeprefix("hook, "))
+        size = 4.0 * Factors.of(layout, rank).count(layout.d)
+    else:
+        applied, size, seconds = run_ours(layout, updates, name)
     truth = updates.mean(1).cumsum(0)
-    values = Factors.of(layout, rank).count(layout.d)
-    for start in STARTS:
-        applied, seconds = run_hook(layout, updates, rank, start)
-        yield describe(truth, applied, {"rank": rank, "name": f"hook, {start}", "bytes": 4 * values}, seconds)
-    for text in (f"lowrank({rank})", f"lowrank({rank}) >> bf16"):
-        applied, size, seconds = run_ours(layout, updates, text)
-        yield describe(truth, applied, {"rank": rank, "name": text, "bytes": round(size)}, seconds)
-
-
-def describe(truth: Tensor, applied: Tensor, about: dict[str, Any], seconds: float) -> dict[str, Any]:
     errors = (truth - applied.cumsum(0)).norm(dim=1) / truth.norm(dim=1)
-    return {"part": "lowrank", "clients": CLIENTS, **about, "ms": round(1e3 * seconds, 3),
-            "errors": [round(float(error), 4) for error in errors]}  # fmt: skip
+    return {
+        "part": "lowrank", "rank": rank, "name": name, "clients": CLIENTS, "bytes": round(size),
+        "ms": round(1e3 * seconds, 3), "errors": [round(float(error), 4) for error in errors],
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

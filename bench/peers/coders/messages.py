@@ -59,6 +59,7 @@ def shapes_of(layout: Layout) -> dict[str, tuple[int, ...]]:
 
 def choose_settings(layout: Layout, cases: list[Case]) -> nnc.Settings:
     """Return the settings with which NNCodec takes the fewest bytes for these messages."""
+
     def size(settings: nnc.Settings) -> int:
         tensors = (nnc.arrange(case.levels, shapes_of(layout), settings) for case in cases)
         return sum(len(nnc.encode(each, settings)) for each in tensors)
@@ -113,9 +114,7 @@ def measure_stc(case: Case) -> int:
     return formulas.measure_stc(indices, d)
 
 
-def measure_times(
-    layout: Layout, cases: list[Case], settings: nnc.Settings
-) -> dict[str, dict[str, float]]:
+def measure_times(layout: Layout, cases: list[Case], settings: nnc.Settings) -> dict[str, dict[str, float]]:
     """Return the milliseconds to encode and to decode, by coder."""
     work: dict[str, list[Callable[[], object]]] = {}
     for name, call in calls(layout, cases, settings):

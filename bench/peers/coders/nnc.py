@@ -17,7 +17,7 @@ _NAMES = torch.library.Library("torchvision", "DEF")
 for _name in ("nms", "qnms"):
     _NAMES.define(_name + "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
-from nncodec import nnc  # noqa: E402: after the names are defined
+from nncodec import nnc  # noqa: E402 (the names come first)
 from nncodec.extensions import deepCABAC  # noqa: E402
 from nncodec.nnc_core.hdsp.hdsp_tool import HDSP_OPTS_OFF  # noqa: E402
 
