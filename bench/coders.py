@@ -36,8 +36,8 @@ def cases_of(part: str) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str,
     elif part == "federation":
         from bench.peers.coders import federation
 
-        for model, (_, names) in federation.PLANS.items():
-            for name in names:
+        for model, plan in federation.PLANS.items():
+            for name in plan.names:
                 yield {"model": model, "name": name}, partial(federation.compare, model, name)
     else:
         from bench.peers.coders import lowrank

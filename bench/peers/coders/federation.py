@@ -15,7 +15,7 @@ import io
 import time
 from argparse import Namespace
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from bench.peers.coders import nnc
@@ -28,7 +28,7 @@ from cfedavg.optimise import SGD
 from cfedavg.simulate.local import after, batches, evaluate, local_steps
 from cfedavg.task import Task
 
-CLIENTS, STEPS, BATCH, RATE = 10, 16, 64, 0.1
+CLIENTS, BATCH, RATE = 10, 64, 0.1
 # The first three are those of `example/nnc_fl.py`, of nncodec.fl, and of the EuCNC 2025 paper in its README.
 # The last has a step 4 times as large as the first, 1/64, and no sparsity beside that of the quantiser.
 SPARSE = {"struct_spars_factor": 0.9, "tca": True}
@@ -39,19 +39,32 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qp -24": {"qp": -24},
 }  # fmt: skip
 DEFAULT = "topk(0.97, least=10000) >> int3(256)"
-# By model: the rounds, then our compressors in both directions and NNCodec's settings, in turns.
-PLANS: dict[str, tuple[int, list[str]]] = {
-    "lenet": (40, [DEFAULT, "topk(0.95) >> int3(256)", "topk(0.97) >> int3(256)", "qp -24", "qp -32",
-                   "qp -26, 60% sparse, TCA", "qp -18, 80% sparse, TCA"]),
-    "cnn": (20, [DEFAULT, "qp -24", "qp -26, 60% sparse, TCA"]),
+
+
+class Plan(NamedTuple):
+    """The federations of a model: ours by the compressor of both directions, NNCodec's by its settings."""
+
+    rounds: int
+    steps: int
+    classes: int  # of a client
+    names: tuple[str, ...]
+
+
+PLANS = {
+    "cnn": Plan(15, 8, 5, (DEFAULT, "qp -24", "qp -26, 60% sparse, TCA")),
+    "lenet": Plan(40, 16, 2, (
+        DEFAULT, "topk(0.95) >> int3(256)", "qp -24", "qp -32", "qp -26, 60% sparse, TCA",
+        "qp -18, 80% sparse, TCA",
+    )),
 }  # fmt: skip
 
 
 def make_config(model: str, seed: int, compressor: str = DEFAULT) -> Config:
     """Return the configuration of a federation; error feedback is on."""
+    plan = PLANS[model]
     return Config(
-        clients=CLIENTS, classes_per_client=2, model=model, local_steps=str(STEPS), batch_size=BATCH,
-        eta_local=RATE, rounds=PLANS[model][0], seed=seed, device="cpu", compressor=compressor,
+        clients=CLIENTS, classes_per_client=plan.classes, model=model, local_steps=str(plan.steps),
+        batch_size=BATCH, eta_local=RATE, rounds=plan.rounds, seed=seed, device="cpu", compressor=compressor,
         compressor_down=compressor,
     )  # fmt: skip
 
@@ -91,10 +104,10 @@ def make_arguments(name: str, folder: str) -> Namespace:
 def run_nncodec(config: Config, name: str) -> dict[str, Any]:
     """Run a federation by NNCodec's client and strategy."""
     with TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        return federate(build_task(config), config.seed, config.rounds, make_arguments(name, folder))
+        return federate(build_task(config), config, make_arguments(name, folder))
 
 
-def federate(task: Task, seed: int, rounds: int, arguments: Namespace) -> dict[str, Any]:
+def federate(task: Task, config: Config, arguments: Namespace) -> dict[str, Any]:
     """Run the rounds; return accuracies and bytes."""
     state = task.model.state_dict()
     info = {"parameter_index": {name: i for i, name in enumerate(state)}}
@@ -110,7 +123,8 @@ def federate(task: Task, seed: int, rounds: int, arguments: Namespace) -> dict[s
         client, samples = trainloader.client, trainloader.samples
         for p in model.parameters():  # NNClient keeps views of the weights before training, copies on a GPU
             p.data = p.data.clone()
-        local_steps(model, task.loss, batches(samples, BATCH, seed, round, client), SGD(), RATE, after(STEPS))
+        drawn = batches(samples, BATCH, config.seed, round, client)
+        local_steps(model, task.loss, drawn, SGD(), RATE, after(int(config.local_steps)))
         return {}
 
     weights = [tensor.numpy().copy() for tensor in state.values()]
@@ -120,7 +134,7 @@ def federate(task: Task, seed: int, rounds: int, arguments: Namespace) -> dict[s
         args=arguments, encode_fn=fl.encode, decode_fn=nnc.nnc.decompress,
     )  # fmt: skip
     parameters, up, down = ndarrays_to_parameters(weights), [], []
-    for t in range(rounds):
+    for t in range(config.rounds):
         down.append(CLIENTS * (length(parameters) if t else sum(each.nbytes for each in weights)))
         replies = [fit(task, client, parameters, info, arguments, train) for client in range(CLIENTS)]
         up.append(sum(length(reply.parameters) for reply in replies))
