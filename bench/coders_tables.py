@@ -37,27 +37,30 @@ def to_text(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def bytes_table() -> str:
-    heads = ("messages", "values", "d", "k", "ours", "NNCodec", "ours is smaller by", "NNCodec, its defaults")
+    heads = ("messages", "values", "d", "k", "ours", "NNCodec", "ours is smaller by",
+             "NNCodec's payloads alone", "NNCodec, its defaults")  # fmt: skip
     return to_text(heads, (
         [KINDS[line["folder"]], f"`{line['values']}`", f"{line['d']:,}", f"{line['k']:,}",
          f"{line['ours']:,.0f}", f"{line['nncodec']:,.0f}", f"{1 - line['ours'] / line['nncodec']:.1%}",
-         f"{line['nncodec_default']:,.0f}"]
+         f"{line['nncodec_bare']:,.0f}", f"{line['nncodec_default']:,.0f}"]
         for line in lines("messages")
     ))  # fmt: skip
 
 
 def time_table() -> str:
     heads = ("messages", "values", "encode: ours, ms", "NNCodec", "times", "its C++ alone, times",
-             "decode: ours, ms", "NNCodec", "times")  # fmt: skip
+             "again: ours, ms", "times", "its C++ alone, times", "decode: ours, ms", "NNCodec", "times",
+             "again: times")  # fmt: skip
     rows = []
     for line in lines("messages"):
-        encode, decode = line["encode_ms"], line["decode_ms"]
-        times = f"{encode['nncodec'] / encode['ours']:.0f}", f"{encode['nncodec_bare'] / encode['ours']:.0f}"
-        rows.append([
-            KINDS[line["folder"]], f"`{line['values']}`", f"{encode['ours']:.2f}", f"{encode['nncodec']:.1f}",
-            *times, f"{decode['ours']:.2f}", f"{decode['nncodec']:.1f}",
-            f"{decode['nncodec'] / decode['ours']:.1f}",
-        ])  # fmt: skip
+        row = [KINDS[line["folder"]], f"`{line['values']}`"]
+        for name, digits in (("encode", 0), ("encode_again", 0), ("decode", 1), ("decode_again", 1)):
+            found = line[f"{name}_ms"]
+            ratios = [found[who] / found["ours"] for who in ("nncodec", "nncodec_bare") if who in found]
+            shown = [] if name == "decode_again" else [f"{found['ours']:.2f}"]
+            shown += [] if "again" in name else [f"{found['nncodec']:.1f}"]
+            row += [*shown, *(f"{ratio:.{digits}f}" for ratio in ratios)]
+        rows.append(row)
     return to_text(heads, rows)
 
 

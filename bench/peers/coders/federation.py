@@ -51,7 +51,9 @@ class Plan(NamedTuple):
 
 
 PLANS = {
-    "cnn": Plan(15, 8, 5, (DEFAULT, "qp -24", "qp -26, 60% sparse, TCA")),
+    "cnn": Plan(15, 8, 5, (
+        DEFAULT, "topk(0.99) >> int3(256)", "qp -24", "qp -26, 60% sparse, TCA",
+    )),
     "lenet": Plan(40, 16, 2, (
         DEFAULT, "topk(0.95) >> int3(256)", "qp -24", "qp -32", "qp -26, 60% sparse, TCA",
         "qp -18, 80% sparse, TCA",

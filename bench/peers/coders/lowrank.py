@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -100,14 +101,15 @@ def run_process(folder: Path, rank: int, start: str, feedback: bool) -> NoReturn
     dist.init_process_group("gloo", init_method=(folder / "meeting").as_uri(), rank=client, world_size=n)
     layout = Layout.from_text((folder / "layout.json").read_text())
     updates = torch.from_numpy(np.load(folder / "updates.npy"))
-    state, applied, began = make_state(rank, start, feedback), [], time.process_time()
+    state, applied, seconds = make_state(rank, start, feedback), [], []
     for t, g in enumerate(updates[:, client]):
         given = draw_starts(layout, rank, t) if start == "ours" else None
+        began = time.process_time()
         applied.append(reduce_by_hook(state, layout, g, given))
-    seconds = time.process_time() - began
+        seconds.append(time.process_time() - began)
     if client == 0:
         np.save(folder / "applied.npy", torch.stack(applied).numpy())
-        (folder / "seconds.json").write_text(json.dumps(seconds / len(updates)))
+        (folder / "seconds.json").write_text(json.dumps(statistics.median(seconds)))
     dist.barrier()
     time.sleep(0.2)  # until the others have left the barrier
     os._exit(0)  # torch.distributed's threads may abort the interpreter's own end
@@ -116,7 +118,7 @@ def run_process(folder: Path, rank: int, start: str, feedback: bool) -> NoReturn
 def run_hook(
     layout: Layout, updates: Tensor, rank: int, start: str, feedback: bool = True
 ) -> tuple[Tensor, float]:
-    """Return what the hook applied in each round, and the seconds of a round in process 0.
+    """Return what the hook applied in each round, and the median seconds of a round in process 0.
 
     `updates` has shape (rounds, clients, d); each client has a process of its own.
     """
@@ -142,19 +144,19 @@ def run_hook(
 
 
 def run_ours(layout: Layout, updates: Tensor, text: str) -> tuple[Tensor, float, float]:
-    """Return what ours applied in each round, the bytes of a message and the seconds of a client's round."""
+    """Return what ours applied, the mean bytes of a message and the median seconds of a client's round."""
     compressor, n = parse(text), updates.shape[1]
-    residuals, applied, sizes, seconds = torch.zeros_like(updates[0]), [], [], 0.0
+    residuals, applied, sizes, seconds = torch.zeros_like(updates[0]), [], [], []
     for t, g in enumerate(updates):
         p = g + residuals
         began = time.process_time()
         payload = compressor.compress(p, torch.full((n,), t), layout)
         sizes += [len(encode(each.numpy(), layout)) for each in payload.clients()]
-        seconds += time.process_time() - began
+        seconds.append((time.process_time() - began) / n)
         sent = decompress(payload)
         residuals = p - sent
         applied.append(sent.mean(0))
-    return torch.stack(applied), sum(sizes) / len(sizes), seconds / len(updates) / n
+    return torch.stack(applied), statistics.fmean(sizes), statistics.median(seconds)
 
 
 def train_updates() -> tuple[Layout, Tensor]:
