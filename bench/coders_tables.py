@@ -69,7 +69,7 @@ def formula_table() -> str:
              "ours against STC")  # fmt: skip
     return to_text(heads, (
         [KINDS[line["folder"]], f"{line['k']:,}", *(f"{line[name]:,.0f}" for name in
-         ("grace", "stc_formula", "stc", "nncodec", "ours")), f"{line['ours'] / line['stc'] - 1:.1%}"]
+         ("grace", "stc_formula", "stc", "nncodec", "ours")), f"{line['ours'] / line['stc'] - 1:+.1%}"]
         for line in lines("messages") if line["values"] == "sign"
     ))  # fmt: skip
 
