@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP = $(BIN)/python -m pip
 INSTALLED := .venv/.installed
 
-.PHONY: install lock demo test test-all check-package coverage docs try-docs lint bench bench-peers bench-many paper fuzz clean
+.PHONY: install lock demo test test-all check-package coverage docs try-docs lint bench bench-peers bench-coders bench-many paper fuzz clean
 
 install: $(INSTALLED)
 
@@ -27,6 +27,8 @@ LOCK = $(BIN)/uv pip compile --quiet --no-deps --no-header --no-annotate --gener
 lock: install  ## the hashes of the versions in constraints.txt; add those of torch's CPU builds by hand
 	$(LOCK) --no-emit-package torch --output-file constraints.lock constraints.txt
 	$(LOCK) --no-emit-package torch --output-file bench/peers/constraints.lock bench/peers/constraints.txt
+	$(LOCK) --no-emit-package torch --output-file bench/peers/coders/constraints.lock bench/peers/coders/constraints.txt
+	echo nncodec==2.1.3 | $(LOCK) --output-file bench/peers/coders/nncodec.lock -
 	grep '^torch==' constraints.txt | $(LOCK) --output-file constraints.torch.lock -
 
 demo: install  ## both directions compressed beside uncompressed FedAvg, on the MNIST subset
@@ -74,6 +76,11 @@ bench-peers: install  ## us, pfl-research, plain PyTorch and Flower at the same 
 	test -x .venv-peers/bin/python || bench/peers/install
 	$(BIN)/python bench/compare.py
 
+bench-coders: install  ## our messages, directions and factors beside NNCodec, STC and PyTorch's PowerSGD hook
+	test -x .venv-coders/bin/python || bench/peers/coders/install
+	OMP_NUM_THREADS=1 .venv-coders/bin/python -m bench.coders
+	$(BIN)/python -m bench.coders_tables
+
 bench-many: install  ## ten thousand clients: time and memory of each round, residuals in each place
 	$(BIN)/python bench/many.py --residuals none memory disk --out runs/many
 
@@ -88,5 +95,5 @@ fuzz: install  ## ten million mutated messages: only WireError, no growing memor
 	$(BIN)/python bench/fuzz.py
 
 clean:
-	rm -rf .venv .venv-peers .venv-simulation runs build dist site clients/c/build htmlcov .coverage* coverage.json
+	rm -rf .venv .venv-peers .venv-coders .venv-simulation runs build dist site clients/c/build htmlcov .coverage* coverage.json
 	rm -rf src/*.egg-info src/cfedavg/core/_native.so

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import both_ways_tables, footprint, modules
+from bench import both_ways_tables, coders_tables, footprint, modules
 from scripts import try_docs
 
 from cfedavg import run
@@ -179,6 +179,11 @@ def test_table_of_modules() -> None:
 @pytest.mark.parametrize("name", both_ways_tables.TABLES)
 def test_tables_of_both_directions(name: str) -> None:
     assert both_ways_tables.TABLES[name]() in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+@pytest.mark.parametrize("name", coders_tables.TABLES)
+def test_tables_of_other_coders(name: str) -> None:
+    assert coders_tables.TABLES[name]() in (ROOT / "docs" / "benchmarks.md").read_text()
 
 
 def test_the_readme_has_the_totals() -> None:
