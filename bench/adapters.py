@@ -41,7 +41,7 @@ SETTINGS = {
     "bf16": ("bf16", "bf16"),
     "5%, 3 bits": ("topk(0.95) >> int3(256)", "topk(0.95) >> int3(256)"),
     "10% up, 2% down, 3 bits": ("topk(0.9) >> int3(256)", "topk(0.98) >> int3(256)"),
-    "2%, 3 bits": ("topk(0.98) >> int3(256)", "topk(0.98) >> int3(256)"),
+    "30% up, 2% down, 3 bits": ("topk(0.7) >> int3(256)", "topk(0.98) >> int3(256)"),
 }
 
 
@@ -108,8 +108,8 @@ class Keep(Callback):
         self.bytes += row["total_bytes"]
         if "test_loss" in row:
             line = {**self.about, "round": row["round"] + 1, "test_loss": row["test_loss"],
-                    "test_accuracy": row["test_accuracy"], "total_bytes": self.bytes,
-                    "seconds": row["seconds"]}  # fmt: skip
+                    "test_accuracy": row["test_accuracy"], "server_test_loss": row.get("server_test_loss"),
+                    "total_bytes": self.bytes, "seconds": row["seconds"]}  # fmt: skip
             print(json.dumps(line), flush=True)
             with self.out.open("a") as file:
                 file.write(json.dumps(line) + "\n")
