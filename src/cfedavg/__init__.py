@@ -83,9 +83,8 @@ __all__ = [
     "IntBlocks", "Layout", "LocalOptimiser", "LowRank", "Momentum", "Nesterov", "NoFeedback", "Payload",
     "Proportional", "Prox", "Quantiser", "RandomDropping", "Result", "Scaffold", "Selector",
     "ServerOptimiser", "ServerSGD", "Sign", "Start", "StepAhead", "Steps", "Task", "TensorBoard",
-    "Threshold", "TopK", "Tuned", "TwoLevels", "Wandb", "WireError", "Yogi", "average", "decode", "decompress",
-    "encode", "local_update", "parse", "resolve_rates", "run",
-    "tune",
+    "Threshold", "TopK", "Tuned", "TwoLevels", "Wandb", "WireError", "Yogi", "average", "decode",
+    "decompress", "encode", "local_update", "parse", "resolve_rates", "run", "tune",
 ]  # fmt: skip
 
 

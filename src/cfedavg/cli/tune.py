@@ -20,8 +20,8 @@ FIELDS = tuple(name for name in OPTIONS if name != "rounds")  # the budget decid
 Budget = Annotated[
     str | None,
     typer.Option(
-        help="what the whole training may spend: bytes of all clients, up and down, such as 10MB; or simulated "
-        "time such as 30min, with --link",
+        help="what the whole training may spend: bytes of all clients, up and down, such as 10MB; or "
+        "simulated time such as 30min, with --link",
         metavar="AMOUNT",
     ),
 ]
@@ -58,9 +58,10 @@ def tune(
 ) -> None:
     """Choose compressors, local work and rates that get the most out of a budget of bytes or time.
 
-    Candidates train on a small part of the budget. The best third goes on to a larger part, and so on. The
-    default, which is what your options say, stays to the end and is beaten or kept. Candidates are compared on
-    samples held out of the clients' data, not on the test set. The result is a file for `cfedavg run --config`.
+    Candidates train on a small part of the budget. The best third goes on to a larger part, and so on.
+    The default, which is what your options say, stays to the end and is beaten or kept.
+    Candidates are compared on samples held out of the clients' data, not on the test set.
+    The result is a file for `cfedavg run --config`.
 
     For instance: cfedavg tune --budget 10MB --minutes 5 --dataset mnist --clients 100 --model mlp
     """
@@ -72,9 +73,11 @@ def tune(
 
     kept = {*(keep or ()), *(name for name in given if name in TUNED)}
     board = Board(console.OptionConsole())
-    how = {"budget": budget, "minutes": minutes, "out": folder, "resume": resume}
     try:
-        tuned = tune_with(board, options, None, keep=sorted(kept) if kept or not resume else None, **how)
+        tuned = tune_with(
+            board, options, None, budget=budget, minutes=minutes, out=folder, resume=resume,
+            keep=sorted(kept) if kept or not resume else None,
+        )  # fmt: skip
     except KeyboardInterrupt:
         if exists(folder / "tune.json"):
             console.say(f"stopped: continue with `cfedavg tune --out {folder} --resume`")

@@ -166,9 +166,7 @@ def _set(word: str, field: str) -> tuple[str, Range]:
     name, _, text = (part.strip() for part in word.partition("="))
     if name not in _UNITS:
         _refuse(field, f"a setting must be {', '.join(_UNITS)}, such as up=5Mbit, got {word.strip()!r:.80}")
-    values = [
-        parse_quantity(_PER_SECOND.sub("", each.strip()), _UNITS[name]) for each in text.split("..")
-    ]
+    values = [parse_quantity(_PER_SECOND.sub("", each.strip()), _UNITS[name]) for each in text.split("..")]
     low, high = values[0], values[-1]
     if len(values) > 2 or not low <= high or (_UNITS[name] is _RATES and low <= 0):
         _refuse(field, f"{name} must be {_RULES[id(_UNITS[name])]}, got {text!r:.80}")

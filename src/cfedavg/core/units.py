@@ -1,4 +1,4 @@
-"""Numbers as texts for people: bytes, times, metrics and ratios; and numbers with a unit that people write."""
+"""Numbers as texts for people: bytes, times, metrics and ratios; and quantities that people write."""
 
 from __future__ import annotations
 

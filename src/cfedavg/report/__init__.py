@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 __all__ = [
     "BLUE", "FORMATS", "GREEN", "INK", "MUTED", "PLAIN", "VERMILION", "Frame", "Group", "Lines", "Panel",
     "Pen", "Report", "Row", "Run", "Series", "Spread", "as_png", "check_drawing", "default_settings",
-    "draw_grid", "draw_panel_as", "draw_search", "format_bytes", "import_drawing", "make_framed_figure", "plot_partition",
-    "plot_sizes", "read_run", "save_as", "style_axes", "summary", "write_csv", "write_report",
-    "write_run_pictures",
+    "draw_grid", "draw_panel_as", "draw_search", "format_bytes", "import_drawing", "make_framed_figure",
+    "plot_partition", "plot_sizes", "read_run", "save_as", "style_axes", "summary", "write_csv",
+    "write_report", "write_run_pictures",
 ]  # fmt: skip
 
 

@@ -47,12 +47,15 @@ def draw_search(
         _draw_curve(axes, curves[name], pens.get(name, _OTHERS), front=name in pens)
     for number, limit in enumerate(limits, 1):
         axes.axvline(limit, color=GRID, linewidth=1.2, zorder=0)
-        place = {"xycoords": axes.get_xaxis_transform(), "textcoords": "offset points"}
-        axes.annotate(f"rung {number}", (limit, 1), (-2, 2), ha="right", fontsize=8, color=MUTED, **place)
+        axes.annotate(
+            f"rung {number}", (limit, 1), (-2, 2), xycoords=axes.get_xaxis_transform(), ha="right",
+            textcoords="offset points", fontsize=8, color=MUTED,
+        )  # fmt: skip
     _set_axes(axes, metric, is_time)
     shown = [*pens.values(), _OTHERS]
     handles: list[Artist] = [make_handle(pen) for pen in shown]
-    labels = [replace_missing_glyphs(shorten(text, _LETTERS)) for text in (*named.values(), "other candidates")]
+    texts = [*named.values(), "other candidates"]
+    labels = [replace_missing_glyphs(shorten(text, _LETTERS)) for text in texts]
     add_legend(figure, handles, labels, ncols=1, handlelength=2.4, **ABOVE)
     return as_png(figure)
 
@@ -73,9 +76,7 @@ def _set_axes(axes: Axes, metric: str, is_time: bool) -> None:
     ticks = [n * 10.0**e for e in range(-3, 18) for n in (1, 2, 5) if low <= n * 10.0**e <= high]
     axes.set_xticks(ticks, [text(tick) for tick in ticks])
     axes.set_xticks([], minor=True)
-    axes.set_xlabel(
-        "simulated time" if is_time else "bytes of all clients so far, up and down", **LABEL
-    )
+    axes.set_xlabel("simulated time" if is_time else "bytes of all clients so far, up and down", **LABEL)
     if is_share(metric):
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
     axes.set_ylabel(spell_out(metric).replace("test ", "validation "), **LABEL)

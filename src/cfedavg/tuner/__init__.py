@@ -4,7 +4,7 @@
     result = cfedavg.run(tuned.config, task)
 
 `space` draws the candidates, `holdout` the samples on which they are compared. `probe` measures what the
-default costs, and `plan` fits clients, candidates and rungs to the stated time. `race` trains the candidates of
-a rung, `rung` decides for which of them there is time, and `search` goes from rung to rung. `record` holds what
-a resumed search needs, `result` what is found; `tuner` is the function `tune`.
+default costs, and `plan` fits clients, candidates and rungs to the stated time. `race` trains the candidates
+of a rung, `rung` decides for which of them there is time, and `search` goes from rung to rung. `record` holds
+what a resumed search needs, `result` what is found; `tuner` is the function `tune`.
 """

@@ -12,15 +12,16 @@ from dataclasses import dataclass, field
 from cfedavg.core.errors import InputError
 from cfedavg.core.units import format_time
 from cfedavg.tuner.budget import Budget
-from cfedavg.tuner.probe import Costs
+from cfedavg.tuner.probe import EVALUATIONS, Costs
 from cfedavg.tuner.space import Candidate, Changes
 
 KEEP = 3  # of so many candidates, one goes on to the next rung
-CANDIDATES = (24, 12)  # how many candidates are tried beside the default; 12 if there is no time for 24
+# How many candidates are tried beside the default: 48 if there is time for them on all clients, 24 if there is
+# time on fewer clients, otherwise 12.
+CANDIDATES = (48, 24, 12)
 RUNGS = 3
 ROUNDS = 2  # of the default, at least, in the first rung
 SAFETY = 0.8  # of the time is planned for; the rest is for estimates that are too low
-EVALUATIONS = 10  # of a candidate in the first rung
 
 
 @dataclass(frozen=True)
@@ -41,24 +42,35 @@ class Entrant:
 class Ladder:
     """How the search goes: on how many clients, with which candidates, and the limit of each rung.
 
-    `limits` are what a candidate may have spent at the end of each rung. They are parts of `whole`, the budget
-    for so few clients. `part` is `whole` as a share of the user's budget.
+    `limits` are what a candidate may have spent at the end of each rung. The last one is `whole`, the budget
+    for so few clients, or less if there is no time for that. `part` is `whole` as a share of the user's
+    budget. The first downloads take `first`.
     """
 
     clients: int
     of_clients: int
     whole: float
     part: float
+    first: float
     limits: list[float]
     entrants: list[Entrant] = field(default_factory=list)
 
+    def in_budget(self, amount: float) -> float:
+        """Return an amount that so few clients spend as the amount that all clients would."""
+        return amount / self.part
+
+    def seconds_until(self, entrant: Entrant, limit: float) -> float:
+        """Return the seconds in which a candidate is expected to spend `limit`, from its first round on."""
+        return entrant.seconds * (limit - self.first) / (self.whole - self.first)
+
     def seconds_left(self, rung: int) -> float:
-        """Return the expected seconds of all rungs after `rung`."""
-        mean = sum(each.seconds for each in self.entrants) / len(self.entrants)
+        """Return the expected seconds of all rungs after `rung`; -1 stands for the time before the first."""
+        ends = [self.first, *self.limits]
+        each = [sum(self.seconds_until(entrant, end) for entrant in self.entrants) for end in ends]
+        n = len(self.entrants)
         return sum(
-            count_survivors(len(self.entrants), later) * mean * (limit - before) / self.whole
-            for later, (before, limit) in enumerate(zip(self.limits, self.limits[1:], strict=False), 1)
-            if later > rung
+            count_survivors(n, later) / n * (each[later + 1] - each[later])
+            for later in range(rung + 1, len(self.limits))
         )
 
 
@@ -83,7 +95,8 @@ def make_ladder(budget: Budget, costs: Costs, candidates: Sequence[Candidate], s
             total = _total(costs, chosen, rungs)
             share = min(1.0, available / (total * few / m))
             rounds = costs.rounds(chosen[0], m, share * costs.whole(m))
-            is_short = share < 1 and number != CANDIDATES[-1]
+            needed = total * (m if number == CANDIDATES[0] else few) / m
+            is_short = needed > available and number != CANDIDATES[-1]
             if is_short or rounds / KEEP ** (rungs - 1) < ROUNDS:
                 continue
             clients = max(few, min(m, int(m * available / total)))
@@ -132,4 +145,4 @@ def _ladder(costs: Costs, chosen: Sequence[Candidate], clients: int, shares: Seq
         )
         for candidate in chosen
     ]
-    return Ladder(clients, costs.m, whole, whole / costs.whole(costs.m), limits, entrants)
+    return Ladder(clients, costs.m, whole, whole / costs.whole(costs.m), first, limits, entrants)

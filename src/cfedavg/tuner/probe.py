@@ -25,6 +25,8 @@ from cfedavg.tuner.space import Candidate
 from cfedavg.wire import measure
 
 ROUNDS = 3  # of the probe; the first one is slower, since it prepares the engine
+EVALUATIONS = 10  # of a candidate in the first rung
+MOST_EVALUATIONS = 9 * EVALUATIONS  # of a candidate with the whole budget
 CLIENTS = 10  # a round has so many clients in the probe, and at least so many while tuning
 BIG = 12.0  # rounds
 SLOW = 16.0  # a candidate that takes more than so many times the default's time is not tried
@@ -34,12 +36,13 @@ SLOW = 16.0  # a candidate that takes more than so many times the default's time
 class Probe:
     """What a few rounds of the default have shown on `clients` clients a round.
 
-    `seconds` are those of a round. `first` is what the first downloads take of the budget, and `each` what a
+    `seconds` are those of a round, and `evaluation` those of an evaluation. `first` is what the first downloads take of the budget, and `each` what a
     later round takes. `update` is how far the model moved: messages are about as long as those of it.
     """
 
     clients: int
     seconds: float
+    evaluation: float
     first: float
     each: float
     update: torch.Tensor
@@ -56,17 +59,18 @@ def fewest_clients(config: Config, m: int) -> int:
 def run_probe(config: Config, task: Task, budget: Budget, folder: Path) -> Probe:
     """Train the default for a few rounds on few clients, and return what it took."""
     few = choose_clients(task, fewest_clients(config, len(task.clients)), config.seed)
-    config = replace(config, clients=len(few.clients), rounds=ROUNDS, eval_every=1, checkpoint_every=0)
+    config = replace(config, clients=len(few.clients), rounds=ROUNDS, eval_every=ROUNDS, checkpoint_every=0)
     partners = Partners([(Plan(config, few), few)])
     result = finish(run_beside(config, few, partners, out=folder, resume=False, callbacks=[]))
-    first, *later = result.rows
+    first, second, last = result.rows
     before, after = (Vectors(model).read()[0] for model in (task.model, result.server_model))
     spent = budget.spent(result.rows)
     each = spent[-1] - spent[-2]
     downloads = first.get("first_download_bytes") or first["downlink_bytes"]
     return Probe(
         clients=first["clients"],
-        seconds=min(row["seconds"] for row in later),
+        seconds=min(second["seconds"], last["seconds"]),
+        evaluation=max(0.0, last["seconds"] - second["seconds"]),
         first=max(0.0, spent[0] - each) if budget.is_time else float(downloads),
         each=each,
         update=(after - before).float(),
@@ -143,7 +147,8 @@ class Costs:
     def seconds(self, candidate: Candidate, clients: int) -> float:
         """Return the seconds in which a candidate spends the whole budget."""
         rounds = self.rounds(candidate, clients, self.whole(clients))
-        return rounds * self.seconds_per_round(candidate, clients)
+        evaluations = min(rounds, MOST_EVALUATIONS)
+        return rounds * self.seconds_per_round(candidate, clients) + evaluations * self.probe.evaluation
 
     def choose(self, candidates: Sequence[Candidate], number: int) -> list[Candidate]:
         """Return the default and the first `number` candidates that fit it: valid, not too slow, not too big.

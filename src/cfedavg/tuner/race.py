@@ -84,7 +84,7 @@ class Race:
 
     def __post_init__(self) -> None:
         plans = [(Plan(self._config(each), self.task), self.task) for each in self.entrants]
-        self.size = how_many(*plans[0])
+        self.size = min(len(plans), how_many(*plans[0]))
         self.partners = Partners(plans[: self.size])
 
     def _config(self, entrant: Entrant) -> Config:
@@ -142,8 +142,8 @@ class Race:
         return racer.is_done
 
     def _steps(self, entrant: Entrant, racer: Racer) -> Steps[None]:
-        how = {"out": self.runs / entrant.name, "resume": True, "callbacks": [racer]}
-        yield from run_beside(self._config(entrant), self.task, self.partners, **how)
+        config, folder = self._config(entrant), self.runs / entrant.name
+        yield from run_beside(config, self.task, self.partners, out=folder, resume=True, callbacks=[racer])
 
     @property
     def metric(self) -> str | None:
@@ -163,7 +163,8 @@ class Race:
         """Return what a rung has found: the best third and the default stay; of the last rung, the best."""
         scores = {name: self.score(name, limit) for name in names}
         sign = 1 if lower_is_better(self.metric or "") else -1
-        order = sorted(names, key=lambda name: (scores[name] is None, sign * (scores[name] or 0.0)))
+        # The default wins a tie.
+        order = sorted(names, key=lambda n: (scores[n] is None, sign * (scores[n] or 0.0), n != "default"))
         stay = 1 if last else -(-len(names) // KEEP)
         entries = []
         for place, name in enumerate(order, 1):

@@ -78,7 +78,9 @@ class Record:
         ladder = table["ladder"]
         if ladder:
             ladder = Ladder(**ladder | {"entrants": [Entrant(**each) for each in ladder["entrants"]]})
-        rungs = [Rung(each["limit"], [Entry(**entry) for entry in each["entries"]]) for each in table["rungs"]]
+        rungs = [
+            Rung(each["limit"], [Entry(**entry) for entry in each["entries"]]) for each in table["rungs"]
+        ]
         return cls(**table | {"budget": Budget(**table["budget"]), "ladder": ladder, "rungs": rungs})
 
     def check_same(self, budget: Budget | None, keep: list[str] | None, folder: Path) -> None:

@@ -23,8 +23,8 @@ class Tuned:
     """The result of a search.
 
     `config` is the chosen configuration: `rounds` is how many rounds the budget pays for. `chosen` names the
-    candidate, and `rungs` holds what each rung found, the best candidate first. `curves` holds the
-    evaluations of each candidate, as pairs of what it had spent and the metric. `path` is the search's folder.
+    candidate, and `rungs` holds what each rung found, the best candidate first. `curves` holds each
+    candidate's evaluations, as pairs of what it had spent and the metric. `path` is the search's folder.
     """
 
     config: Config
@@ -58,7 +58,7 @@ class Tuned:
 
         A candidate has a score for each rung in which it trained.
         """
-        limits = [self.budget.describe(rung.limit / self.ladder.part) for rung in self.rungs]
+        limits = [self.budget.describe(self.ladder.in_budget(rung.limit)) for rung in self.rungs]
         header = ["", "changes to the default", *(f"at {limit}" for limit in limits), ""]
         return [header, *(self._line(name) for name in self._order())]
 
@@ -81,7 +81,7 @@ class Tuned:
     @property
     def summary(self) -> str:
         """A sentence that says what the chosen configuration reaches, and what the default does."""
-        limit = self.budget.describe(self.rungs[-1].limit / self.ladder.part)
+        limit = self.budget.describe(self.ladder.in_budget(self.rungs[-1].limit))
         name = spell_out(self.metric).replace("test ", "validation ")
         score = format_metric(self.metric, self.score)
         if self.chosen.name == "default":
@@ -109,12 +109,12 @@ class Tuned:
 
     def draw(self) -> bytes:
         """Return a PNG of the curve of each candidate over what it has spent."""
-        part, order = self.ladder.part, self._order()
+        full = self.ladder.in_budget
         named = {"default": "the default", self.chosen.name: f"chosen: {self.chosen}"}
         return draw_search(
-            {name: [(spent / part, value) for spent, value in self.curves[name]] for name in order},
+            {name: [(full(spent), value) for spent, value in self.curves[name]] for name in self._order()},
             named if self.chosen.name != "default" else {"default": "the default, chosen"},
-            [rung.limit / part for rung in self.rungs],
+            [full(rung.limit) for rung in self.rungs],
             self.metric,
             is_time=self.budget.is_time,
         )

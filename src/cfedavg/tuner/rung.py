@@ -14,6 +14,7 @@ from cfedavg.tuner.progress import Progress
 from cfedavg.tuner.race import Race
 from cfedavg.tuner.record import Rung
 
+SHORTEST = 0.1  # of a rung; for less, it is not begun
 ADMITTED = 4  # candidates, at least, train in the first rung, however slow
 
 
@@ -30,24 +31,18 @@ class RungInProgress:
     _expected: float = 0.0  # what was expected of them
     _done: list[str] = field(default_factory=list)
 
-    @property
-    def limit(self) -> float:
-        return self.ladder.limits[self.number]
+    def __post_init__(self) -> None:
+        self.limit = self.ladder.limits[self.number]
+        self._entrants = {each.name: each for each in self.ladder.entrants}
 
-    @property
-    def before(self) -> float:
-        """What each candidate had spent when the rung began."""
-        return self.ladder.limits[self.number - 1] if self.number else 0.0
+    def choose(self, names: Sequence[str], left: float) -> list[Entrant]:
+        """Return the candidates that train in this rung, given that `left` seconds are left.
 
-    def choose(self, names: Sequence[str], left: float) -> tuple[list[Entrant], float]:
-        """Return the candidates that train in this rung, the best first, and the limit, given `left` seconds.
-
-        If there is no time for all, the best and the default remain. If there is none for these two, the limit
-        is lower, or no candidate remains.
+        If there is no time for all, the best and the default remain. If there is none for these two, the
+        limit is lower, or no candidate remains.
         """
-        entrants = {each.name: each for each in self.ladder.entrants}
         if self.number == 0:
-            return [entrants[name] for name in names], self.limit
+            return [self._entrants[name] for name in names]
         needed = {name: self._expect(name) for name in names}
         later = self.ladder.seconds_left(self.number)
         if sum(needed.values()) + later > left:
@@ -55,19 +50,26 @@ class RungInProgress:
             names = _fit(names, needed, left * share)
         total = sum(needed[name] for name in names)
         part = min(1.0, 0.9 * left / total) if total else 1.0
-        if part < 0.1:
-            return [], self.limit
-        return [entrants[name] for name in names], self.before + part * (self.limit - self.before)
+        if part < SHORTEST:
+            return []
+        before = self.ladder.limits[self.number - 1]
+        self.limit = before + part * (self.limit - before)
+        return [self._entrants[name] for name in names]
 
     def _expect(self, name: str) -> float:
         """Return the seconds in which a candidate is expected to reach the limit."""
         rows, budget = self.race.rows(name), self.race.budget
         if len(rows) < 3:
-            planned = next(each.seconds for each in self.ladder.entrants if each.name == name)
-            return planned * self.limit / self.ladder.whole * self._correction
+            return self._correction * self.ladder.seconds_until(self._entrants[name], self.limit)
         spent = budget.spent(rows)
-        seconds = math.fsum(row["seconds"] for row in rows[1:])
-        return seconds * max(0.0, self.limit - spent[-1]) / (spent[-1] - spent[0])
+        return self._seconds(rows) * max(0.0, self.limit - spent[-1]) / (spent[-1] - spent[0])
+
+    def _seconds(self, rows: list[Row]) -> float:
+        """Return the seconds that a run took, without the first round, which prepares the engine.
+
+        Runs that train side by side share the time.
+        """
+        return math.fsum(row["seconds"] for row in rows[1:]) / self.race.size
 
     @property
     def _correction(self) -> float:
@@ -76,15 +78,15 @@ class RungInProgress:
 
     def admit(self, entrants: Sequence[Entrant]) -> Iterator[Entrant]:
         """Yield the candidates one by one; in the first rung, leave out those for which there is no time."""
-        left_out = 0
+        left_out, now = 0, time.monotonic()
+        left = [self.ladder.seconds_left(rung) for rung in (self.number - 1, self.number)]
+        ends = now + (self.until - now) * (left[0] - left[1]) / left[0]  # the rung's share of the time
         for place, entrant in enumerate(entrants):
-            later = self._correction * self.ladder.seconds_left(self.number)
-            if self.number == 0 and place >= ADMITTED:
-                ends = time.monotonic() + self._expect(entrant.name) + later
-                if ends > self.until:
-                    left_out += 1
-                    continue
-            yield entrant
+            is_free = self.number > 0 or place < ADMITTED
+            if is_free or time.monotonic() + self._expect(entrant.name) <= ends:
+                yield entrant
+            else:
+                left_out += 1
         if left_out:
             self.progress.say(f"{left_out} candidates are left out: there is no time for them")
 
@@ -92,13 +94,13 @@ class RungInProgress:
         """Show what a candidate has reached."""
         spent = self.race.budget.spent(rows)
         share = min(1.0, spent[-1] / self.limit) if rows else 0.0
+        unit = "time" if self.race.budget.is_time else "bytes"
         if not done:
-            self.progress.update(len(self._done), f"{name} round {len(rows)}, {share:.0%} of its bytes")
+            self.progress.update(len(self._done), f"{name} round {len(rows)}, {share:.0%} of its {unit}")
             return
         self._done.append(name)
-        planned = next(each.seconds for each in self.ladder.entrants if each.name == name)
-        self._measured += math.fsum(row["seconds"] for row in rows)
-        self._expected += planned * share * self.limit / self.ladder.whole
+        self._measured += self._seconds(rows)
+        self._expected += self.ladder.seconds_until(self._entrants[name], max(self.ladder.first, spent[-1]))
         score = self.race.score(name, self.limit)
         found = self.race.notes.get(name) or "no evaluation within the limit"
         if score is not None:
@@ -112,11 +114,12 @@ class RungInProgress:
         usual = next((e.score for e in found.entries if e.name == "default"), None)
         stay = sum(entry.stays for entry in found.entries)
         beside = "" if usual is None else f", the default {format_metric(metric, usual)}"
-        ends = format_time(max(0.0, self.until - time.monotonic()))
+        ends, spent = format_time(max(0.0, self.until - time.monotonic())), self.ladder.in_budget(found.limit)
+        is_last = self.number + 1 == len(self.ladder.limits)
+        after = "" if is_last else f"; {stay} of {len(found.entries)} go on"
         return (
-            f"rung {self.number + 1} of {len(self.ladder.limits)}, {budget.describe(found.limit)} each: best "
-            f"{best.name} {format_metric(metric, best.score or 0.0)}{beside}; {stay} of "
-            f"{len(found.entries)} go on; {ends} left"
+            f"rung {self.number + 1} of {len(self.ladder.limits)}, at {budget.describe(spent)}: best is "
+            f"{best.name} with {format_metric(metric, best.score or 0.0)}{beside}{after}; {ends} left"
         )
 
 

@@ -12,7 +12,7 @@ from cfedavg.core.config import Config
 from cfedavg.core.errors import InputError
 from cfedavg.core.units import format_time
 from cfedavg.task import Task
-from cfedavg.tuner.budget import Budget, extrapolate_rounds
+from cfedavg.tuner.budget import extrapolate_rounds
 from cfedavg.tuner.holdout import choose_clients
 from cfedavg.tuner.plan import Ladder, make_ladder
 from cfedavg.tuner.probe import Costs, run_probe
@@ -40,7 +40,7 @@ class Search:
     def __post_init__(self) -> None:
         self._before = self.record.seconds
         self._until = self.began + 60 * self.record.minutes - self._before
-        self.progress = Progress(self.board, lambda: self._until - time.monotonic())
+        self.progress = Progress(self.board, self._left)
 
     def run(self) -> Tuned:
         """Run all rungs that are left, as far as the time allows, and return the result."""
@@ -73,8 +73,7 @@ class Search:
         finally:
             shutil.rmtree(self.folder / PROBE, ignore_errors=True)
         costs = Costs(self.config, self.task, budget, probe)
-        left = self._until - time.monotonic()
-        ladder = make_ladder(budget, costs, candidates, left)
+        ladder = make_ladder(budget, costs, candidates, self._left())
         self.record.ladder = ladder
         self._save()
         self.progress.say(self._describe(ladder))
@@ -83,14 +82,18 @@ class Search:
     def _describe(self, ladder: Ladder) -> str:
         """Return the plan in words."""
         budget = self.record.budget
-        shares = ", ".join(budget.describe(limit) for limit in ladder.limits)
-        clients = "all" if ladder.clients == ladder.of_clients else f"{ladder.clients} of {ladder.of_clients}"
-        scaled = "" if ladder.part == 1 else f" ({ladder.part:.2g} of the budget for so few clients)"
+        steps = ", ".join(budget.describe(ladder.in_budget(limit)) for limit in ladder.limits)
+        few = ladder.clients < ladder.of_clients
+        clients = f"{ladder.clients} of {ladder.of_clients}" if few else f"all {ladder.clients}"
+        scaled = f", which get {ladder.part:.2g} of each amount" if few and not budget.is_time else ""
         return (
-            f"the plan: {len(ladder.entrants)} candidates, the default among them, train on {clients} clients "
-            f"until each has spent {shares}{scaled}; after each limit the best third goes on; "
-            f"at most {format_time(self._until - time.monotonic())}"
+            f"the plan: the default and {len(ladder.entrants) - 1} candidates train on {clients} clients"
+            f"{scaled}, until each has spent {steps}; after each of these rungs the best third goes on; "
+            f"about {format_time(ladder.seconds_left(-1))}, at most {format_time(self._left())}"
         )
+
+    def _left(self) -> float:
+        return self._until - time.monotonic()
 
     def _open_race(self, ladder: Ladder) -> Race:
         task = choose_clients(self.task, ladder.clients, self.config.seed)
@@ -101,15 +104,15 @@ class Search:
     def _run_rung(self, race: Race, ladder: Ladder, number: int) -> bool:
         """Run a rung and record what it found; return False if the time is over first."""
         rung = RungInProgress(self.progress, race, ladder, number, self._until)
-        entrants, limit = rung.choose(self._survivors(), self._until - time.monotonic())
+        entrants = rung.choose(self._survivors(), self._left())
         if not entrants:
             return False
         with self.progress.rung(f"rung {number + 1}/{len(ladder.limits)}", len(entrants)):
-            done = race.run(rung.admit(entrants), limit, self._until, rung.follow)
+            done = race.run(rung.admit(entrants), rung.limit, self._until, rung.follow)
         least = ADMITTED if number == 0 else len(entrants)
         if len(done) < min(least, len(entrants)):
             return False
-        found = race.rank(done, limit, last=number + 1 == len(ladder.limits))
+        found = race.rank(done, rung.limit, last=number + 1 == len(ladder.limits))
         if all(entry.score is None for entry in found.entries):
             notes = "; ".join(dict.fromkeys(entry.note for entry in found.entries))
             raise InputError(f"no candidate can be compared ({notes}); lower `eta_local`, or raise `budget`")
@@ -137,9 +140,9 @@ class Search:
         rungs, best = self.record.rungs, self.record.rungs[-1].entries[0]
         candidates = {each.name: each.candidate for each in ladder.entrants}
         chosen = candidates[best.name]
-        rounds = extrapolate_rounds(self.record.budget.spent(race.rows(best.name)), ladder.whole)
+        spent = self.record.budget.spent(race.rows(best.name))
+        rounds = extrapolate_rounds(spent, ladder.whole)
         config = chosen.apply(self.config).replace(rounds=max(1, rounds))
         curves = {name: race.curve(name) for name in {e.name for rung in rungs for e in rung.entries}}
-        return Tuned(
-            config, self.record.budget, self.record.metric, chosen, candidates, ladder, rungs, curves, self.folder
-        )
+        budget, metric = self.record.budget, self.record.metric
+        return Tuned(config, budget, metric, chosen, candidates, ladder, rungs, curves, self.folder)

@@ -1,8 +1,8 @@
 """The candidates: the changes of a configuration that the tuner tries, drawn in an order that a key fixes.
 
 A dimension is something to choose, such as the compressor of one direction. It has slots, each with the
-changes of one choice. In each block of as many candidates as there are slots, every slot comes once, in random
-order: 24 candidates try every choice, and a longer search only adds candidates to those of a shorter one.
+changes of one choice. In each block of as many candidates as there are slots, every slot comes once, in
+random order: 24 candidates try every choice, and a longer search adds candidates to those of a shorter one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMPRESSORS = (
 STEPS = (0.5, 1, 2, 4, 8)  # times the local steps of the configuration
 EPOCHS = (1, 2, 4)  # times its local epochs
 RATES = (0.1, 0.3, 1, 3, 10)  # times its local rate
-SERVERS = ("sgd", "sgd", "sgd", "momentum(0.9)", "adam")  # the first is tried more often
+SERVERS = ("sgd",) * 6 + ("momentum(0.9)", "adam")  # the first is tried most often
 TUNED = ("compressor", "compressor_down", "local_steps", "local_epochs", "eta_local", "server_optimiser")
 _TRIES = 1000  # draws in search of candidates that differ from all before
 

@@ -58,8 +58,10 @@ def tune(
     if progress not in (None, True, False):
         raise InputError(f"tune: `progress` must be True, False or None, got {show(progress)}")
     board = Board(make_console()) if (is_watched() if progress is None else progress) else None
-    how = {"budget": budget, "minutes": minutes, "resume": resume, "keep": keep, "validation": validation}
-    return tune_with(board, config, task, out=out, **how)
+    return tune_with(
+        board, config, task, budget=budget, minutes=minutes, out=out, resume=resume, keep=keep,
+        validation=validation,
+    )  # fmt: skip
 
 
 def tune_with(
@@ -94,7 +96,7 @@ def tune_with(
 
 
 def _check_arguments(
-    config: object, task: object, out: object, resume: object, minutes: object, keep: object
+    config: object, task: object, out: object, resume: object, minutes: object, keep: Any
 ) -> None:
     if not isinstance(config, Config):
         raise InputError(f"tune: `config` must be a Config, got {type(config).__name__}")
@@ -106,8 +108,8 @@ def _check_arguments(
         raise InputError(f"tune: `resume` must be True or False, got {show(resume)}")
     if resume and out is None:
         raise InputError("tune: `resume` needs `out`, the folder of the search to continue")
-    is_number = isinstance(minutes, int | float) and not isinstance(minutes, bool)
-    if minutes is not None and not (is_number and 0 < float(minutes) < math.inf):  # type: ignore[arg-type]
+    is_number = isinstance(minutes, int | float) and not isinstance(minutes, bool) and 0 < minutes < math.inf
+    if minutes is not None and not is_number:
         raise InputError(f"`minutes` must be a number above 0, got {show(minutes)}")
     if keep is not None:
         check_kept(keep)
