@@ -36,8 +36,9 @@ SLOW = 16.0  # a candidate that takes more than so many times the default's time
 class Probe:
     """What a few rounds of the default have shown on `clients` clients a round.
 
-    `seconds` are those of a round, and `evaluation` those of an evaluation. `first` is what the first downloads take of the budget, and `each` what a
-    later round takes. `update` is how far the model moved: messages are about as long as those of it.
+    `seconds` are those of a round, and `evaluation` those of an evaluation. `first` is what the first
+    downloads take of the budget, and `each` what a later round takes. `update` is how far the model moved:
+    messages are about as long as those of it.
     """
 
     clients: int

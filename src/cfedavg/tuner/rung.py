@@ -100,7 +100,8 @@ class RungInProgress:
             return
         self._done.append(name)
         self._measured += self._seconds(rows)
-        self._expected += self.ladder.seconds_until(self._entrants[name], max(self.ladder.first, spent[-1]))
+        reached = max([self.ladder.first, *spent[-1:]])
+        self._expected += self.ladder.seconds_until(self._entrants[name], reached)
         score = self.race.score(name, self.limit)
         found = self.race.notes.get(name) or "no evaluation within the limit"
         if score is not None:

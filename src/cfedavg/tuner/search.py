@@ -86,10 +86,11 @@ class Search:
         few = ladder.clients < ladder.of_clients
         clients = f"{ladder.clients} of {ladder.of_clients}" if few else f"all {ladder.clients}"
         scaled = f", which get {ladder.part:.2g} of each amount" if few and not budget.is_time else ""
+        whole = "" if ladder.limits[-1] >= 0.99 * ladder.whole else "there is no time for the whole budget; "
         return (
             f"the plan: the default and {len(ladder.entrants) - 1} candidates train on {clients} clients"
             f"{scaled}, until each has spent {steps}; after each of these rungs the best third goes on; "
-            f"about {format_time(ladder.seconds_left(-1))}, at most {format_time(self._left())}"
+            f"{whole}about {format_time(ladder.seconds_left(-1))}, at most {format_time(self._left())}"
         )
 
     def _left(self) -> float:
