@@ -256,19 +256,19 @@ def test_a_damaged_record_is_refused(text: str, tmp_path: Path) -> None:
         searched(tmp_path, resume=True)
 
 
-SMALL = ["--model", "linear", "--clients", "4", "--local-epochs", "1", "--batch-size", "100"]
+SMALL = ["--model", "linear", "--clients", "4", "--local-steps", "2"]
 
 
 def test_the_command(cfedavg: Command, tmp_path: Path) -> None:
     out = tmp_path / "tune"
-    outcome = cfedavg("tune", *SMALL, "--budget", "1MB", "--minutes", "30", "--out", out)
+    outcome = cfedavg("tune", *SMALL, "--budget", "250kB", "--minutes", "30", "--out", out)
     assert outcome.code == 0, outcome.err
     assert "the plan: the default and 4 candidates train on all 4 clients" in outcome.out
     assert "rung 1/" in outcome.out
     assert "validation accuracy" in outcome.out
     assert f"cfedavg run --config {out / 'tuned.toml'}" in outcome.out
     config = read_config(out / "tuned.toml")
-    assert (config.local_epochs, config.model, config.clients) == (1, "linear", 4)  # what was typed is kept
+    assert (config.local_steps, config.model, config.clients) == ("2", "linear", 4)  # what was typed is kept
     trained = cfedavg("run", "--config", out / "tuned.toml", "--workers", "1", "--out", tmp_path / "run")
     assert trained.code == 0
     again = cfedavg("tune", "--out", out, "--resume")
