@@ -106,7 +106,7 @@ def test_dropped_candidates_keep_their_metrics_alone(tmp_path: Path) -> None:
         (tmp_path / name / "checkpoint.safetensors").touch()
         (tmp_path / name / "model.safetensors").touch()
         (tmp_path / name / "residuals").mkdir()
-    race.clear(race.rank(list(found), 50, last=False))
+    race.clear(race.rank(list(found), 50, last=False), list(found))
     assert [p.name for p in (tmp_path / "b").iterdir()] == ["metrics.jsonl"]
     assert len(list((tmp_path / "a").iterdir())) == len(list((tmp_path / "default").iterdir())) == 4
 

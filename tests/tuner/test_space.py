@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cfedavg import Config, InputError
+from cfedavg.core.config import BOTH_WAYS
 from cfedavg.tuner.space import (
     COMPRESSORS,
     TUNED,
@@ -16,6 +17,7 @@ from cfedavg.tuner.space import (
     check_kept,
     draw_candidates,
     list_dimensions,
+    list_neighbours,
 )
 
 
@@ -86,3 +88,28 @@ def test_fields_that_cannot_be_kept(keep: object) -> None:
 def test_something_must_be_left_to_tune() -> None:
     with pytest.raises(InputError, match="`keep` must leave a field to tune"):
         list_dimensions(Config(), TUNED)
+
+
+@given(st.integers(0, 10**6), st.integers(0, 24), st.sets(st.sampled_from(["compressor", "eta_local"])))
+def test_a_neighbour_differs_in_one_field(seed: int, place: int, keep: set[str]) -> None:
+    config = Config(seed=seed)
+    candidate = drawn(config, keep=tuple(keep))[-1 - place % 20]
+    mine = candidate.apply(config)
+    neighbours = list_neighbours(config, candidate.changes, keep)
+    assert neighbours
+    for changes, cost in neighbours:
+        other = config.replace(**changes)
+        differs = [name for name in TUNED if getattr(other, name) != getattr(mine, name)]
+        assert len(differs) == 1
+        assert differs[0] not in keep
+        assert cost in (1.0, 2.0)
+        assert all(getattr(config, name) != value for name, value in changes.items())
+
+
+def test_neighbours_of_ones_own_compressor() -> None:
+    found = list_neighbours(Config(compressor="sign"), {}, ("compressor_down", "eta_local", "local_steps"))
+    assert found == [({"compressor": BOTH_WAYS}, 1.0)]
+    last = list_neighbours(
+        Config(compressor="int4(256)"), {}, ("compressor_down", "eta_local", "local_steps")
+    )
+    assert last == [({"compressor": COMPRESSORS[-2]}, 2.0)]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cfedavg import Config, InputError, Tuned, run, tune
 from cfedavg.core.config import read_config
-from cfedavg.tuner import plan, race, rung, search, tuner
+from cfedavg.tuner import plan, race, refine, rung, search, tuner
 from cfedavg.tuner.race import Race, Racer
 from tests.conftest import Command, blobs, half_square, quadratic
 
@@ -21,9 +21,14 @@ CONFIG = Config(local_steps=5, batch_size=5, eta_local=0.02)
 BUDGET = "90kB"
 
 
+def shorten_searches(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(plan, "CANDIDATES", (4,))
+    patch.setattr(refine, "MOST", 2)
+
+
 @pytest.fixture(autouse=True)
 def few_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "CANDIDATES", (4,))
+    shorten_searches(monkeypatch)
 
 
 def searched(out: Path | None, **how: Any) -> Tuned:
@@ -43,12 +48,13 @@ def timeless(entry: Any) -> dict[str, Any]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Tuned:
     """A search that nothing interrupts."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "CANDIDATES", (4,))
+        shorten_searches(patch)
         return searched(tmp_path_factory.mktemp("whole") / "tune")
 
 
 def test_the_default_stays_to_the_end_and_is_not_beaten_by_what_is_returned(whole: Tuned) -> None:
-    assert [len(each.entries) for each in whole.rungs] == [5, 2, 2]  # the default is one of the best two
+    drawn = [[entry.name for entry in each.entries if entry.name[0] != "r"] for each in whole.rungs]
+    assert [len(names) for names in drawn] == [5, 2, 2]  # the default is one of the best two
     for each in whole.rungs:
         assert "default" in [entry.name for entry in each.entries]
         assert each.entries == sorted(each.entries, key=lambda entry: -(entry.score or 0))
@@ -71,9 +77,8 @@ def test_the_folder_holds_the_configuration_the_table_and_the_picture(whole: Tun
     assert (whole.path / "tune.png").read_bytes().startswith(b"\x89PNG")
     table = (whole.path / "rungs.md").read_text()
     assert table.startswith("# Validation accuracy after each rung, for a budget of 90 kB\n")
-    assert table.count("\n| c") + table.count("\n| default") == 5
+    assert [table.count(f"\n| {begin}") for begin in ("c", "default", "r")] == [4, 1, 2]
     assert table.count("| chosen |") == 1
-    assert table.count("| dropped |") == 3
     assert not (whole.path / "probe").exists()
     assert repr(whole).splitlines()[-1] == f"  written to {whole.path}"
 
@@ -91,7 +96,7 @@ def test_a_finished_search_says_the_same_again(whole: Tuned) -> None:
     assert again.config == whole.config
 
 
-@pytest.mark.parametrize("rounds", [1, 12, 30, 55])
+@pytest.mark.parametrize("rounds", [1, 30, 60])
 def test_a_search_that_is_stopped_and_resumed_finds_the_same(
     rounds: int, whole: Tuned, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +141,7 @@ def test_when_the_time_is_over_the_last_whole_rung_decides(
         clock.now += 3600
 
     with monkeypatch.context() as patch:
-        for module in (tuner, search, rung, race):
+        for module in (tuner, search, rung, race, refine):
             patch.setattr(module, "time", clock)
         patch.setattr(Race, "clear", wait_an_hour)
         part = searched(tmp_path / "tune", progress=True)
@@ -144,7 +149,7 @@ def test_when_the_time_is_over_the_last_whole_rung_decides(
     assert part.chosen.name == part.rungs[0].entries[0].name
     assert "the time is over in rung 2 of 3: continue with `resume`" in capsys.readouterr().err
     assert 0.5 < part.config.rounds / run_rounds(part) < 1.5
-    more = searched(tmp_path / "tune", budget=None, minutes=60, resume=True)
+    more = searched(tmp_path / "tune", budget=None, minutes=600, resume=True)
     assert found(more) == found(whole)
 
 
@@ -160,6 +165,15 @@ def test_candidates_that_train_side_by_side_find_the_same(
 ) -> None:
     monkeypatch.setattr(race, "how_many", lambda *_: 3)
     assert found(searched(tmp_path / "tune")) == found(whole)
+
+
+def test_the_time_that_is_left_goes_to_neighbours_of_the_best(whole: Tuned) -> None:
+    first = whole.rungs[0]
+    assert sum(entry.name.startswith("r") for entry in first.entries) == 2
+    for each in whole.rungs:
+        assert [entry.place for entry in each.entries] == list(range(1, len(each.entries) + 1))
+    tried = [str(candidate) for candidate in whole.candidates.values()]
+    assert len(set(tried)) == len(tried) == 7
 
 
 def mean_error(model: Any, batch: Tensor) -> Tensor:

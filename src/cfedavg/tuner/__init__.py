@@ -5,6 +5,7 @@
 
 `space` draws the candidates, `holdout` the samples on which they are compared. `probe` measures what the
 default costs, and `plan` fits clients, candidates and rungs to the stated time. `race` trains the candidates
-of a rung, `rung` decides for which of them there is time, and `search` goes from rung to rung. `record` holds
-what a resumed search needs, `result` what is found; `tuner` is the function `tune`.
+of a rung, `rung` decides for which of them there is time, `refine` tries neighbours of the best, and `search`
+goes from one to the next. `record` holds what a resumed search needs, `result` what is found; `tuner` is the
+function `tune`.
 """

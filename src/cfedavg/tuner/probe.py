@@ -24,7 +24,7 @@ from cfedavg.tuner.holdout import choose_clients
 from cfedavg.tuner.space import Candidate
 from cfedavg.wire import measure
 
-ROUNDS = 3  # of the probe; the first one is slower, since it prepares the engine
+ROUNDS = 4  # of the probe; the first one is slower, since it prepares the engine
 EVALUATIONS = 10  # of a candidate in the first rung
 MOST_EVALUATIONS = 9 * EVALUATIONS  # of a candidate with the whole budget
 CLIENTS = 10  # a round has so many clients in the probe, and at least so many while tuning
@@ -63,15 +63,16 @@ def run_probe(config: Config, task: Task, budget: Budget, folder: Path) -> Probe
     config = replace(config, clients=len(few.clients), rounds=ROUNDS, eval_every=ROUNDS, checkpoint_every=0)
     partners = Partners([(Plan(config, few), few)])
     result = finish(run_beside(config, few, partners, out=folder, resume=False, callbacks=[]))
-    first, second, last = result.rows
+    first, *others, last = result.rows
+    seconds = min(row["seconds"] for row in others)
     before, after = (Vectors(model).read()[0] for model in (task.model, result.server_model))
     spent = budget.spent(result.rows)
     each = spent[-1] - spent[-2]
     downloads = first.get("first_download_bytes") or first["downlink_bytes"]
     return Probe(
         clients=first["clients"],
-        seconds=min(second["seconds"], last["seconds"]),
-        evaluation=max(0.0, last["seconds"] - second["seconds"]),
+        seconds=seconds,
+        evaluation=max(0.0, last["seconds"] - seconds),  # only the last round is evaluated
         first=max(0.0, spent[0] - each) if budget.is_time else float(downloads),
         each=each,
         update=(after - before).float(),

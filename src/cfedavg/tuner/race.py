@@ -6,7 +6,7 @@ import math
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from cfedavg.tuner.plan import KEEP, Entrant
 from cfedavg.tuner.record import Entry, Rung
 
 ROUNDS = 10**6  # more than any candidate does: the limit ends it
+DIVERGED = "diverged"  # how the note of such a candidate begins
 LAST = 0.1  # the score is the mean of the evaluations in this last part of what was spent
 
 
@@ -137,7 +138,7 @@ class Race:
                 shutil.rmtree(folder)
                 yield from self._steps(entrant, racer)
         except Diverged as error:
-            self.notes[entrant.name] = f"diverged in round {error.t + 1}"
+            self.notes[entrant.name] = f"{DIVERGED} in round {error.t + 1}"
             return True
         return racer.is_done
 
@@ -177,10 +178,10 @@ class Race:
             entries.append(Entry(name, found, within, spent[-1] if spent else 0, seconds, place, stays, note))
         return Rung(limit, entries)
 
-    def clear(self, rung: Rung) -> None:
-        """Remove checkpoints and models of the candidates that a rung has dropped; their metrics stay."""
+    def clear(self, rung: Rung, names: Collection[str]) -> None:
+        """Remove checkpoints and models of those of `names` that a rung has dropped; their metrics stay."""
         for entry in rung.entries:
-            if not entry.stays:
+            if entry.name in names and not entry.stays:
                 folder = self.runs / entry.name
                 for path in (*folder.glob("*.safetensors"), folder / CHECKPOINT):
                     path.unlink(missing_ok=True)

@@ -17,8 +17,9 @@ from cfedavg.tuner.holdout import choose_clients
 from cfedavg.tuner.plan import Ladder, make_ladder
 from cfedavg.tuner.probe import Costs, run_probe
 from cfedavg.tuner.progress import Progress
-from cfedavg.tuner.race import Race
+from cfedavg.tuner.race import DIVERGED, Race
 from cfedavg.tuner.record import Record
+from cfedavg.tuner.refine import Refinement
 from cfedavg.tuner.result import Tuned
 from cfedavg.tuner.rung import ADMITTED, RungInProgress
 from cfedavg.tuner.space import draw_candidates, list_dimensions
@@ -54,6 +55,8 @@ class Search:
                         "continue with `resume` and more `minutes`"
                     )
                     break
+            else:
+                Refinement(self.config, self.record, race, self.progress, self._until, self._save).run()
             return self._finish(race, ladder)
         finally:
             self._save()
@@ -98,7 +101,9 @@ class Search:
 
     def _open_race(self, ladder: Ladder) -> Race:
         task = choose_clients(self.task, ladder.clients, self.config.seed)
-        return Race(self.config, task, self.record.budget, self.folder / RUNS, ladder.entrants)
+        entries = [entry for rung in self.record.rungs for entry in rung.entries]
+        notes = {entry.name: entry.note for entry in entries if entry.note.startswith(DIVERGED)}
+        return Race(self.config, task, self.record.budget, self.folder / RUNS, ladder.entrants, notes)
 
     # Rungs
 
@@ -120,7 +125,7 @@ class Search:
         self.record.rungs.append(found)
         self.record.metric = race.metric or ""
         self._save()
-        race.clear(found)
+        race.clear(found, done)
         self.progress.say(rung.describe(found))
         return True
 

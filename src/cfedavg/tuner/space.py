@@ -107,3 +107,43 @@ def draw_candidates(dimensions: dict[str, tuple[Changes, ...]], seed: int) -> It
         if changes not in seen:
             seen.append(changes)
             yield Candidate(f"c{len(seen) - 1:02d}", changes)
+
+
+def list_neighbours(config: Config, changes: Changes, keep: Collection[str]) -> list[tuple[Changes, float]]:
+    """Return the changes that differ in one field, each with about how much longer it takes.
+
+    A number is halved or doubled. A compressor becomes the next one that sends less or more.
+
+    >>> keep = ("compressor", "compressor_down", "local_steps", "server_optimiser")
+    >>> list_neighbours(Config(), {"eta_local": 0.2}, keep)
+    [({}, 1.0), ({'eta_local': 0.4}, 1.0)]
+    """
+    current, dimensions = config.replace(**changes), list_dimensions(config, keep)
+    found: list[tuple[str, Any, float]] = []
+    for name in ("local_steps", "local_epochs"):
+        if name in dimensions:
+            usual, kind = int(getattr(current, name)), str if name == "local_steps" else int
+            found += [(name, kind(2 * usual), 2.0), (name, kind(max(1, usual // 2)), 1.0)]
+    if "eta_local" in dimensions:
+        found += [("eta_local", float(f"{current.eta_local * f:.3g}"), 1.0) for f in (0.5, 2)]
+    for name in ("compressor_down", "compressor"):
+        if name in dimensions:
+            found += [(name, text, cost) for text, cost in _next_compressors(getattr(current, name))]
+    everything = [(_change(config, changes, name, value), cost) for name, value, cost in found]
+    return [(each, cost) for each, cost in everything if each != changes]
+
+
+def _next_compressors(text: str) -> list[tuple[str, float]]:
+    """Return the compressors that send a little less and a little more, with the factor of the rounds."""
+    if text not in COMPRESSORS:
+        return [(BOTH_WAYS, 1.0)]
+    at = COMPRESSORS.index(text)
+    return [(each, 2.0) for each in COMPRESSORS[max(0, at - 1) : at]] + [
+        (each, 1.0) for each in COMPRESSORS[at + 1 : at + 2]
+    ]
+
+
+def _change(config: Config, changes: Changes, name: str, value: Any) -> Changes:
+    """Return the changes with another value of a field, which is left out if it is that of `config`."""
+    others = {each: old for each, old in changes.items() if each != name}
+    return others if value == getattr(config, name) else others | {name: value}
