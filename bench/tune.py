@@ -1,6 +1,6 @@
 """Does `cfedavg tune` beat the default at equal total bytes? Two tasks on which nothing here was chosen.
 
-    python bench/tune.py TASK --data DIR --out results/tune [--minutes 6]
+    python bench/tune.py TASK --data DIR --out results/tune [--minutes 4]
     python bench/tune.py --table results/tune           # prints the tables of docs/tune.md
 
 TASK is fashion or shakespeare.
@@ -26,6 +26,7 @@ from torch import nn
 import cfedavg
 from cfedavg import Callback, Config, Task
 from cfedavg.data.tasks import ClientSamples, build_task
+from cfedavg.tuner.budget import Budget
 from cfedavg.tuner.record import Record
 
 SEEDS = (0, 1, 2)
@@ -154,16 +155,28 @@ def table(out: Path, name: str) -> str:
     return "\n".join(rows)
 
 
+def about(out: Path, name: str) -> str:
+    """Return the sentence about a task's search, for the page."""
+    search, *_ = read(out / f"{name}.jsonl")
+    changes = ", ".join(f"`{key}` {value}" for key, value in search["changes"].items())
+    return (
+        f"Budget {Budget.parse(search['budget'])}. {search['candidates']} candidates, neighbours among them, on "
+        f"{search['clients']} of {search['of_clients']} clients, in {search['search_seconds']:.0f} s of the "
+        f"{search['minutes']:g} minutes stated. Chosen: {changes}."
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("task", nargs="?", choices=TASKS)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--minutes", type=float, default=6)
+    parser.add_argument("--minutes", type=float, default=4)
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()
     if options.table:
-        print("\n\n".join(f"{name}\n\n{table(options.table, name)}" for name in TASKS))
+        for name in TASKS:
+            print(f"{about(options.table, name)}\n\n{table(options.table, name)}\n")
         return
     measure(options.task, options.data, options.out, options.minutes)
 

@@ -15,7 +15,7 @@ from cfedavg.tuner.probe import Costs, Probe, fewest_clients, run_probe
 from cfedavg.tuner.space import Candidate, draw_candidates, list_dimensions
 from tests.conftest import blobs
 
-PARTS = (0.7, 3, 5, 8, 15, 40)
+PARTS = (0.7, 3, 5, 8, 13, 18, 60)
 DEFAULT = Candidate("default")
 CONFIG = Config(local_steps=5, batch_size=5)
 

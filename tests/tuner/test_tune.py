@@ -136,8 +136,8 @@ def test_when_the_time_is_over_the_last_whole_rung_decides(
 ) -> None:
     clock, clear = Clock(), Race.clear
 
-    def wait_an_hour(self: Race, done: Any) -> None:
-        clear(self, done)
+    def wait_an_hour(self: Race, done: Any, names: list[str]) -> None:
+        clear(self, done, names)
         clock.now += 3600
 
     with monkeypatch.context() as patch:

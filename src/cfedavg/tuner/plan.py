@@ -16,9 +16,9 @@ from cfedavg.tuner.probe import EVALUATIONS, Costs
 from cfedavg.tuner.space import Candidate, Changes
 
 KEEP = 3  # of so many candidates, one goes on to the next rung
-# How many candidates are tried beside the default: 48 if there is time for them on all clients, 24 if there
-# is time for them on fewer clients, otherwise 12.
-CANDIDATES = (48, 24, 12)
+# How many candidates are tried beside the default: 48 if there is time for them on all clients, 24 or 12 if
+# there is time for them on fewer clients, otherwise 6.
+CANDIDATES = (48, 24, 12, 6)
 RUNGS = 3
 ROUNDS = 2  # of the default, at least, in the first rung
 SAFETY = 0.8  # of the time is planned for; the rest is for estimates that are too low

@@ -24,7 +24,8 @@ from cfedavg.tuner.holdout import choose_clients
 from cfedavg.tuner.space import Candidate
 from cfedavg.wire import measure
 
-ROUNDS = 4  # of the probe; the first one is slower, since it prepares the engine
+ROUNDS = 6  # of the probe; the first one is slower, since it prepares the engine
+EVAL_EVERY = 3
 EVALUATIONS = 10  # of a candidate in the first rung
 MOST_EVALUATIONS = 9 * EVALUATIONS  # of a candidate with the whole budget
 CLIENTS = 10  # a round has so many clients in the probe, and at least so many while tuning
@@ -60,11 +61,15 @@ def fewest_clients(config: Config, m: int) -> int:
 def run_probe(config: Config, task: Task, budget: Budget, folder: Path) -> Probe:
     """Train the default for a few rounds on few clients, and return what it took."""
     few = choose_clients(task, fewest_clients(config, len(task.clients)), config.seed)
-    config = replace(config, clients=len(few.clients), rounds=ROUNDS, eval_every=ROUNDS, checkpoint_every=0)
+    config = replace(
+        config, clients=len(few.clients), rounds=ROUNDS, eval_every=EVAL_EVERY, checkpoint_every=0
+    )
     partners = Partners([(Plan(config, few), few)])
     result = finish(run_beside(config, few, partners, out=folder, resume=False, callbacks=[]))
-    first, *others, last = result.rows
-    seconds = min(row["seconds"] for row in others)
+    first, *others = result.rows
+    # The smallest time of several: another process may have slowed down the others.
+    seconds = min(row["seconds"] for row in others if "test_loss" not in row)
+    evaluated = min(row["seconds"] for row in others if "test_loss" in row)
     before, after = (Vectors(model).read()[0] for model in (task.model, result.server_model))
     spent = budget.spent(result.rows)
     each = spent[-1] - spent[-2]
@@ -72,7 +77,7 @@ def run_probe(config: Config, task: Task, budget: Budget, folder: Path) -> Probe
     return Probe(
         clients=first["clients"],
         seconds=seconds,
-        evaluation=max(0.0, last["seconds"] - seconds),  # only the last round is evaluated
+        evaluation=max(0.0, evaluated - seconds),
         first=max(0.0, spent[0] - each) if budget.is_time else float(downloads),
         each=each,
         update=(after - before).float(),

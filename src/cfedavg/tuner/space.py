@@ -112,7 +112,8 @@ def draw_candidates(dimensions: dict[str, tuple[Changes, ...]], seed: int) -> It
 def list_neighbours(config: Config, changes: Changes, keep: Collection[str]) -> list[tuple[Changes, float]]:
     """Return the changes that differ in one field, each with about how much longer it takes.
 
-    A number is halved or doubled. A compressor becomes the next one that sends less or more.
+    A number is halved or doubled; the local work does not exceed that of any drawn candidate. A compressor
+    becomes the next one that sends less or more.
 
     >>> keep = ("compressor", "compressor_down", "local_steps", "server_optimiser")
     >>> list_neighbours(Config(), {"eta_local": 0.2}, keep)
@@ -120,10 +121,10 @@ def list_neighbours(config: Config, changes: Changes, keep: Collection[str]) -> 
     """
     current, dimensions = config.replace(**changes), list_dimensions(config, keep)
     found: list[tuple[str, Any, float]] = []
-    for name in ("local_steps", "local_epochs"):
+    for name, most, kind in (("local_steps", STEPS[-1], str), ("local_epochs", EPOCHS[-1], int)):
         if name in dimensions:
-            usual, kind = int(getattr(current, name)), str if name == "local_steps" else int
-            found += [(name, kind(2 * usual), 2.0), (name, kind(max(1, usual // 2)), 1.0)]
+            now, limit = int(getattr(current, name)), int(most * int(getattr(config, name)))
+            found += [(name, kind(min(2 * now, limit)), 2.0), (name, kind(max(1, now // 2)), 1.0)]
     if "eta_local" in dimensions:
         found += [("eta_local", float(f"{current.eta_local * f:.3g}"), 1.0) for f in (0.5, 2)]
     for name in ("compressor_down", "compressor"):
