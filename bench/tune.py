@@ -109,7 +109,7 @@ def measure(name: str, data: Path, out: Path, minutes: float) -> None:
         print(tuned, flush=True)
         shutil.rmtree(folder / "runs")  # gigabytes for large models; the record and the table stay
         about = {"search_seconds": round(time.monotonic() - began, 1), "minutes": minutes, "budget": budget}
-        about |= {"changes": tuned.chosen.changes, "candidates": len(tuned.ladder.entrants)}
+        about |= {"changes": tuned.chosen.changes}
         about |= {"clients": tuned.ladder.clients, "of_clients": tuned.ladder.of_clients}
         write(file, about)
     about, *done = read(file)
@@ -159,10 +159,12 @@ def about(out: Path, name: str) -> str:
     """Return the sentence about a task's search, for the page."""
     search, *_ = read(out / f"{name}.jsonl")
     changes = ", ".join(f"`{key}` {value}" for key, value in search["changes"].items())
+    rungs = Record.read(out / name).rungs
+    tried = len({entry.name for rung in rungs for entry in rung.entries})
     return (
-        f"Budget {Budget.parse(search['budget'])}. {search['candidates']} candidates, neighbours among them, on "
+        f"Budget {Budget.parse(search['budget'])}. The search tried {tried} candidates on "
         f"{search['clients']} of {search['of_clients']} clients, in {search['search_seconds']:.0f} s of the "
-        f"{search['minutes']:g} minutes stated. Chosen: {changes}."
+        f"{search['minutes']:g} minutes stated. It chose {changes}."
     )
 
 

@@ -322,3 +322,11 @@ def test_bad_input_of_the_command(
     assert sentence in outcome.err
     assert "Traceback" not in outcome.err
     assert not list(tmp_path.iterdir())
+
+
+def test_torchrun_starts_no_search(cfedavg: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    outcome = cfedavg("tune", *SMALL, "--budget", "1MB")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "torchrun must not start a search" in outcome.err

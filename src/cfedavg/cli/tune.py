@@ -13,6 +13,7 @@ from rich.text import Text
 from cfedavg.cli import console
 from cfedavg.cli.console import ConfigFile, takes_config, trust_option
 from cfedavg.core.config import OPTIONS
+from cfedavg.core.errors import InputError
 from cfedavg.core.files import exists
 
 FIELDS = tuple(name for name in OPTIONS if name != "rounds")  # the budget decides the rounds
@@ -65,6 +66,8 @@ def tune(
 
     For instance: cfedavg tune --budget 10MB --minutes 5 --dataset mnist --clients 100 --model mlp
     """
+    if console.ranks() > 1:
+        raise InputError("torchrun must not start a search; leave torchrun out")
     folder = console.choose_folder(out, resume, "tune-%Y%m%d-%H%M%S")
     options = console.config_from(config, folder if resume else None, given, trust=trust)
     from cfedavg.callbacks.progress import Board

@@ -88,7 +88,9 @@ class RungInProgress:
             else:
                 left_out += 1
         if left_out:
-            self.progress.say(f"{left_out} candidates are left out: there is no time for them")
+            self.progress.say(
+                f"left out, since there is no time for them: {left_out} of {len(entrants)} candidates"
+            )
 
     def follow(self, name: str, rows: list[Row], done: bool) -> None:
         """Show what a candidate has reached."""
