@@ -1,7 +1,7 @@
 """Does `cfedavg tune` beat the default at equal total bytes? Two tasks on which nothing here was chosen.
 
     python bench/tune.py TASK --data DIR --out results/tune [--minutes 4]
-    python bench/tune.py --table results/tune           # prints the tables of docs/tune.md
+    python bench/tune.py --table results/tune           # prints tables of docs/tune.md
 
 TASK is fashion or shakespeare.
 DIR holds folders fashion_mnist and shakespeare of parquet files. The search runs in OUT/TASK and its record
@@ -177,7 +177,7 @@ def main() -> None:
     parser.add_argument("--table", type=Path)
     options = parser.parse_args()
     if options.table:
-        for name in TASKS:
+        for name in (path.stem for path in sorted(options.table.glob("*.jsonl"))):
             print(f"{about(options.table, name)}\n\n{table(options.table, name)}\n")
         return
     measure(options.task, options.data, options.out, options.minutes)
