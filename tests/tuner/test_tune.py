@@ -145,7 +145,9 @@ def test_when_the_time_is_over_the_last_whole_rung_decides(
             patch.setattr(module, "time", clock)
         patch.setattr(Race, "clear", wait_an_hour)
         part = searched(tmp_path / "tune", progress=True)
-    assert found(part) == found(whole)[:1]
+    drawn = [entry for entry in whole.rungs[0].entries if not entry.name.startswith("r")]
+    (only,) = part.rungs
+    assert [(e.name, e.score) for e in only.entries] == [(e.name, e.score) for e in drawn]
     assert part.chosen.name == part.rungs[0].entries[0].name
     assert "the time is over in rung 2 of 3: continue with `resume`" in capsys.readouterr().err
     assert 0.5 < part.config.rounds / run_rounds(part) < 1.5
@@ -209,11 +211,11 @@ def test_a_default_that_diverges_is_no_obstacle(tmp_path: Path) -> None:
 
 def test_simulated_time(tmp_path: Path) -> None:
     config = CONFIG.replace(link="nb-iot", steps_per_second="10")
-    tuned = tune(config, blobs(12), budget="90s", minutes=60, keep=["server_optimiser"])
+    tuned = tune(config, blobs(12), budget="40s", minutes=60, keep=["server_optimiser"])
     assert tuned.path is None
     result = run(tuned.config, blobs(12), draw=False, progress=False)
-    assert 75 < math.fsum(row["simulated_seconds"] for row in result.rows) < 95
-    assert "at 1.5 min" in tuned.summary
+    assert 32 < math.fsum(row["simulated_seconds"] for row in result.rows) < 42
+    assert "at 40 s" in tuned.summary
 
 
 @pytest.mark.parametrize(
