@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import both_ways_tables, coders_tables, footprint, modules
+from bench import both_ways_tables, coders_tables, footprint, modules, tune
 from scripts import try_docs
 
 from cfedavg import run
 from cfedavg.core.config import Config, read_config
 from cfedavg.core.units import format_bytes
+from cfedavg.tuner.budget import Budget
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -228,6 +229,21 @@ def test_table_of_the_links(path: Path) -> None:
     row += "".join(f" {means[name]:.1f} s |" for name in names) + f" {ratio:.2f} |"
     assert row in (ROOT / "docs/links.md").read_text()
     assert abs(ratio - 1) < 0.1
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("results/tune/**/*.jsonl")), ids=str)
+def test_tables_of_the_tuner(path: Path) -> None:
+    """The page has them; the chosen configuration beats the default with every seed, at no more bytes."""
+    page = (ROOT / "docs/tune.md").read_text()
+    assert tune.table(path.parent, path.stem) in page
+    assert tune.about(path.parent, path.stem) in page
+    search, *lines = tune.read(path)
+    assert search["search_seconds"] < 60 * search["minutes"]
+    budget = Budget.parse(search["budget"]).amount
+    assert all(line["total_bytes"] <= budget for line in lines)
+    reached = {(line["arm"], line["seed"]): line["test_accuracy"] for line in lines}
+    assert len(reached) == 9
+    assert all(reached["tuned", seed] > reached["default", seed] for seed in range(3))
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,9 @@ MAY_IMPORT = {
                "report", "wire"},
     "launch": {"callbacks", "compress", "core", "data", "feedback", "flower", "simulate", "task"},
     "sweep": {"__init__", "callbacks", "core", "report", "schedule", "simulate"},
+    "tuner": {"callbacks", "compress", "core", "data", "report", "simulate", "task", "wire"},
     "cli": {"__init__", "callbacks", "compress", "core", "data", "feedback", "launch", "optimise", "report",
-            "simulate", "sweep", "wire"},
+            "simulate", "sweep", "tuner", "wire"},
 }  # fmt: skip
 
 # Who may import a library that the core does without, anywhere in the file. A name ends in .py for one
@@ -58,7 +59,7 @@ MAY_USE = {
     "rich": {"callbacks", "cli", "data"},
     "torch": {
         "adapters", "cli", "core/fingerprint.py", "core/tensors.py", "data", "launch", "models",
-        "optimise/local.py", "simulate", "sweep", "task",
+        "optimise/local.py", "simulate", "sweep", "task", "tuner",
     },
     "triton": {"simulate"},
     "typer": {"cli"},

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from cfedavg.simulate.result import Result
     from cfedavg.simulate.run import run
     from cfedavg.task import Task
+    from cfedavg.tuner.result import Tuned
+    from cfedavg.tuner.tuner import tune
     from cfedavg.wire import WireError, decode, encode
 
 _HOME = {
@@ -68,6 +70,8 @@ _HOME = {
     "optimise.local": ("SGD", "AdamW", "Clip", "GradientChange", "LocalOptimiser", "Prox", "Scaffold"),
     "optimise.server": ("Adagrad", "Adam", "Momentum", "Nesterov", "ServerOptimiser", "ServerSGD", "Yogi"),
     "task": ("Task",),
+    "tuner.result": ("Tuned",),
+    "tuner.tuner": ("tune",),
     "wire": ("WireError", "decode", "encode"),
 }  # fmt: skip
 
@@ -79,8 +83,8 @@ __all__ = [
     "IntBlocks", "Layout", "LocalOptimiser", "LowRank", "Momentum", "Nesterov", "NoFeedback", "Payload",
     "Proportional", "Prox", "Quantiser", "RandomDropping", "Result", "Scaffold", "Selector",
     "ServerOptimiser", "ServerSGD", "Sign", "Start", "StepAhead", "Steps", "Task", "TensorBoard",
-    "Threshold", "TopK", "TwoLevels", "Wandb", "WireError", "Yogi", "average", "decode", "decompress",
-    "encode", "local_update", "parse", "resolve_rates", "run",
+    "Threshold", "TopK", "Tuned", "TwoLevels", "Wandb", "WireError", "Yogi", "average", "decode",
+    "decompress", "encode", "local_update", "parse", "resolve_rates", "run", "tune",
 ]  # fmt: skip
 
 

@@ -22,6 +22,11 @@ def in_notebook() -> bool:
     return type(shell).__name__ in ("ZMQInteractiveShell", "Shell")  # the latter in Colab
 
 
+def is_watched() -> bool:
+    """Return whether somebody sees what the process writes: in a notebook, or in the terminal of stderr."""
+    return in_notebook() or bool(sys.stderr and sys.stderr.isatty())
+
+
 class NotebookLines:
     """Lines with a bar, one for each run; the methods are those of rich's Progress that a Board calls."""
 

@@ -202,12 +202,14 @@ class Board:
         return due
 
 
+def make_console() -> Console:
+    """Return the console of a run from Python: stderr, or the output of the cell of a notebook."""
+    return Console(force_jupyter=True) if in_notebook() else Console(stderr=True)
+
+
 @contextmanager
 def show_progress(rounds: int, silent: float) -> Iterator[Display]:
-    """Give the `with` block the Display of a run from Python, which shows nothing for `silent` seconds.
-
-    It writes to stderr, or to the output of the cell of a notebook.
-    """
-    console = Console(force_jupyter=True) if in_notebook() else Console(stderr=True)
+    """Give the `with` block the Display of a run from Python, which shows nothing for `silent` seconds."""
+    console = make_console()
     with Display(console, rounds, "training", Board(console, silent)) as display:
         yield display  # without a total: the Result says it

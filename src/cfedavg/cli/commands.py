@@ -10,6 +10,7 @@ from cfedavg.cli.console import fail, first_rank_only, list_options
 from cfedavg.cli.inspect import data, inspect_message, parts
 from cfedavg.cli.sweep import sweep
 from cfedavg.cli.training import federation, report, run
+from cfedavg.cli.tune import tune
 from cfedavg.core.config import RETIRED
 from cfedavg.core.errors import InputError
 from cfedavg.core.names import find_name
@@ -42,7 +43,7 @@ def start(
     """Communication-efficient federated learning: local steps, error feedback, about 1% of the bytes."""
 
 
-for command in (run, sweep, report, data, parts):
+for command in (run, sweep, tune, report, data, parts):
     app.command()(command)
 app.command("inspect")(inspect_message)
 app.add_typer(federation, name="federate")

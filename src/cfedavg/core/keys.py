@@ -52,6 +52,8 @@ class Purpose(IntEnum):
     WAIT = 17
     CONTROL = 18
     CONTROL_BROADCAST = 19
+    CANDIDATE = 20
+    HELD_OUT = 21
 
 
 def signed(word: int) -> int:

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from cfedavg.core.errors import InputError
 from cfedavg.core.parts import Range
+from cfedavg.core.units import TIMES, parse_quantity
 
 # Measured links; docs/links.md cites the measurements.
 PROFILES = {
@@ -30,7 +31,7 @@ PROFILES = {
 }
 
 _RATES = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}  # in bit/s
-_TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}  # in seconds
+_TIMES = {name: TIMES[name] for name in ("us", "ms", "s", "min")}  # in seconds
 _UNITS = {"up": _RATES, "down": _RATES, "rtt": _TIMES, "wait": _TIMES}
 _RULES = {
     id(_RATES): "a rate above 0 such as 5Mbit, or a range 1Mbit..20Mbit (bit, kbit, Mbit or Gbit)",
@@ -38,7 +39,7 @@ _RULES = {
 }
 # Options of older versions: the setting that replaces each, its unit, and the factor; latency was one way.
 _OLD = {"uplink": ("up", "bit", 1), "downlink": ("down", "bit", 1), "latency": ("rtt", "s", 2)}
-_VALUE = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)([a-z]+)(?:/s)?", re.IGNORECASE)
+_PER_SECOND = re.compile(r"/s$", re.IGNORECASE)
 _SHARE = re.compile(r"([0-9.]+)\s*%\s*|([0-9]+)\s*x\s+")
 _LONGEST = 100_000  # characters of a text
 
@@ -165,21 +166,11 @@ def _set(word: str, field: str) -> tuple[str, Range]:
     name, _, text = (part.strip() for part in word.partition("="))
     if name not in _UNITS:
         _refuse(field, f"a setting must be {', '.join(_UNITS)}, such as up=5Mbit, got {word.strip()!r:.80}")
-    values = [_number(each.strip(), _UNITS[name]) for each in text.split("..")]
+    values = [parse_quantity(_PER_SECOND.sub("", each.strip()), _UNITS[name]) for each in text.split("..")]
     low, high = values[0], values[-1]
     if len(values) > 2 or not low <= high or (_UNITS[name] is _RATES and low <= 0):
         _refuse(field, f"{name} must be {_RULES[id(_UNITS[name])]}, got {text!r:.80}")
     return name, Range(low, high)
-
-
-def _number(text: str, units: Mapping[str, float]) -> float:
-    """Return a number with a unit in bit/s or seconds; NaN if malformed or infinite."""
-    match = _VALUE.fullmatch(text)
-    try:
-        value = float(match[1]) * units[match[2].lower()] if match else math.nan
-    except (ValueError, KeyError):
-        return math.nan
-    return value if math.isfinite(value) else math.nan
 
 
 def _refuse(field: str, sentence: str) -> NoReturn:

@@ -1,10 +1,29 @@
-"""Numbers as texts for people: bytes, times, metrics and ratios."""
+"""Numbers as texts for people: bytes, times, metrics and ratios; and quantities that people write."""
 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 
 SAME = "the same"
+BYTES = {"b": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12}
+TIMES = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}  # in seconds
+_QUANTITY = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]+)", re.IGNORECASE)
+
+
+def parse_quantity(text: str, units: Mapping[str, float]) -> float:
+    """Return a number with a unit, times what `units` says of the unit; NaN if malformed or infinite.
+
+    >>> parse_quantity("10 MB", BYTES), parse_quantity("1.5h", TIMES), parse_quantity("10", TIMES)
+    (10000000.0, 5400.0, nan)
+    """
+    match = _QUANTITY.fullmatch(text)
+    try:
+        value = float(match[1]) * units[match[2].lower()] if match else math.nan
+    except (ValueError, KeyError):
+        return math.nan
+    return value if math.isfinite(value) else math.nan
 
 
 def format_bytes(value: float) -> str:

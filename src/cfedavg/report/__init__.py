@@ -4,7 +4,7 @@
 groups and makes the summary table. `panels` defines what each panel shows and formats its axes; `figures`
 draws panels, and `exports` writes them for papers, as PDF, SVG and CSV. `heatmaps` draws how many samples of
 each class each client has, and the outcome of each request to a federation's nodes; `sizes` how many samples
-each client has. `page` writes the HTML page.
+each client has, `tuning` how a search for a configuration went. `page` writes the HTML page.
 """
 
 from __future__ import annotations
@@ -44,19 +44,20 @@ if TYPE_CHECKING:
         style_axes,
     )
     from cfedavg.report.sizes import plot_sizes
+    from cfedavg.report.tuning import draw_search
 
 __all__ = [
     "BLUE", "FORMATS", "GREEN", "INK", "MUTED", "PLAIN", "VERMILION", "Frame", "Group", "Lines", "Panel",
     "Pen", "Report", "Row", "Run", "Series", "Spread", "as_png", "check_drawing", "default_settings",
-    "draw_grid", "draw_panel_as", "format_bytes", "import_drawing", "make_framed_figure", "plot_partition",
-    "plot_sizes", "read_run", "save_as", "style_axes", "summary", "write_csv", "write_report",
-    "write_run_pictures",
+    "draw_grid", "draw_panel_as", "draw_search", "format_bytes", "import_drawing", "make_framed_figure",
+    "plot_partition", "plot_sizes", "read_run", "save_as", "style_axes", "summary", "write_csv",
+    "write_report", "write_run_pictures",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     # Importing matplotlib takes most of a second: names that need it are imported when they are first used.
-    for module in ("panels", "figures", "heatmaps", "exports", "sizes") if name in __all__ else ():
+    for module in ("panels", "figures", "heatmaps", "exports", "sizes", "tuning") if name in __all__ else ():
         with explain_missing(PIL="report"):
             found = import_module(f"cfedavg.report.{module}")
         if hasattr(found, name):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from cfedavg.callbacks import Callback, CallbackList, Start
 from cfedavg.callbacks.callback import check_callbacks
-from cfedavg.callbacks.notebook import in_notebook
+from cfedavg.callbacks.notebook import is_watched
 from cfedavg.core.config import Config
 from cfedavg.core.errors import Diverged, InputError, show
 from cfedavg.core.files import check_no_file
@@ -103,7 +102,7 @@ def run(
 def _show_progress(wanted: bool | None, rounds: int, stack: ExitStack) -> list[Callback]:
     """Return the callback that shows the progress of a run, if it is wanted, until `stack` ends."""
     if wanted is None:
-        wanted, silent = in_notebook() or bool(sys.stderr and sys.stderr.isatty()), SILENT
+        wanted, silent = is_watched(), SILENT
     else:
         silent = 0.0
     if not wanted:
