@@ -1,0 +1,162 @@
+"""What a line of the grid costs and reaches: accuracies, rounds and bytes, from its cells."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cfedavg.sweep import SealedCell
+from paper.feedback.experiment import ADAM, PLAIN, Experiment
+
+WINDOW = 3  # evaluations whose mean counts as an accuracy: a single one jumps from round to round
+TARGET = 0.95  # the share of the accuracy of no compression that a line has to reach
+BETTER = 0.95  # at most this share of the default's bytes is worth a change of the default
+LOSS = 0.005  # what counts as a loss of accuracy
+CLOSE = 1.25  # a line with at most this multiple of the fewest bytes deserves more seeds
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a run had sent when it reached the target: rounds, and bytes of all clients, up and down."""
+
+    rounds: int
+    total: int
+    first: int  # the part of the total that is first downloads of the whole model
+
+    @property
+    def later(self) -> int:
+        """Bytes without first downloads."""
+        return self.total - self.first
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A line's means over its seeds; `cost` is None if a seed did not reach the target or diverged."""
+
+    name: str
+    seeds: int
+    final: float
+    message_up: float  # bytes
+    message_down: float
+    cost: Cost | None
+
+
+def evaluations(cell: SealedCell) -> list[tuple[int, float]]:
+    """Return the number of rounds and the mean of the last `WINDOW` test accuracies, at each evaluation.
+
+    The first `WINDOW` - 1 evaluations have no such mean and are left out.
+    """
+    known = [(t, a) for t, a in enumerate(cell.values.get("test_accuracy", ()), 1) if a is not None]
+    windows = (known[i - WINDOW + 1 : i + 1] for i in range(WINDOW - 1, len(known)))
+    return [(window[-1][0], statistics.fmean(a for _, a in window)) for window in windows]
+
+
+def final_accuracy(cell: SealedCell) -> float:
+    """Return the mean of the last `WINDOW` test accuracies; 0 if the run diverged or was too short."""
+    found = evaluations(cell)
+    return found[-1][1] if found and not cell.diverged else 0.0
+
+
+def choose_target(plain: Sequence[SealedCell]) -> float | None:
+    """Return the target: `TARGET` times the final accuracy of no compression, rounded down to whole percent."""
+    if not plain:
+        return None
+    mean = statistics.fmean(map(final_accuracy, plain))
+    return math.floor(100 * TARGET * mean + 1e-9) / 100
+
+
+def count_clients(cell: SealedCell) -> int:
+    """Return the number of clients that take part in a round."""
+    return max(1, round(cell.settings["participation"] * cell.settings["clients"]))
+
+
+def first_downloads(cell: SealedCell, others: Sequence[SealedCell]) -> list[int]:
+    """Return the bytes of the first downloads in each round.
+
+    A run that broadcasts the whole model does not record them. The clients of a round depend on the seed
+    alone, so another cell of the seed in `others`, which records them, tells how many clients are new.
+    """
+    if own := cell.values.get("first_download_bytes"):
+        return list(own)
+    clients = count_clients(cell)
+    seed = cell.settings["seed"]
+    other = next(o for o in others if o.settings["seed"] == seed and "first_download_bytes" in o.values)
+    recorded = other.values["first_download_bytes"]
+    whole = recorded[0] / clients  # in the first round all clients are new
+    down = downloads(cell)
+    return [round(first / whole) * down[t] // clients for t, first in enumerate(recorded[: len(down)])]
+
+
+def downloads(cell: SealedCell) -> list[int]:
+    """Return the bytes that all clients download in each round."""
+    columns = (cell.values.get(name, ()) for name in ("total_bytes", "uplink_bytes"))
+    return [total - up for total, up in zip(*columns, strict=True)]
+
+
+def cost(cell: SealedCell, target: float, others: Sequence[SealedCell]) -> Cost | None:
+    """Return what a run had sent when its accuracy first reached the target; None if it never did."""
+    reached = [t for t, accuracy in evaluations(cell) if accuracy >= target]
+    if not reached:
+        return None
+    t = reached[0]
+    return Cost(t, sum(cell.values["total_bytes"][:t]), sum(first_downloads(cell, others)[:t]))
+
+
+def message_sizes(cell: SealedCell) -> tuple[float, float]:
+    """Return the mean bytes that a client sends in a round, and downloads without first downloads."""
+    up, first = cell.values.get("uplink_bytes", ()), cell.values.get("first_download_bytes", ())
+    messages = count_clients(cell) * max(1, len(up))
+    return sum(up) / messages, (sum(downloads(cell)) - sum(first)) / messages
+
+
+def judge_line(name: str, cells: Sequence[SealedCell], target: float, others: Sequence[SealedCell]) -> Outcome:
+    """Return the outcome of a line from its finished cells, of which there is at least one."""
+    costs = [cost(cell, target, others) for cell in cells]
+    known = [each for each in costs if each]
+    ups, downs = zip(*map(message_sizes, cells), strict=True)
+    mean = None
+    if len(known) == len(cells):
+        parts = ((each.rounds, each.total, each.first) for each in known)
+        mean = Cost(*(round(statistics.fmean(part)) for part in zip(*parts, strict=True)))
+    final = statistics.fmean(map(final_accuracy, cells))
+    return Outcome(name, len(cells), final, statistics.fmean(ups), statistics.fmean(downs), mean)
+
+
+def judge_grid(grid: Experiment, found: Mapping[str, SealedCell]) -> tuple[float | None, dict[str, Outcome]]:
+    """Return the target of a grid and the outcomes of its lines with cells; no outcome without a target."""
+    target = choose_target(grid.of_line(found, PLAIN))
+    if target is None:
+        return None, {}
+    own = {line.name: cells for line in grid.lines if (cells := grid.find_cells(found, None, line))}
+    others = [cell for cells in own.values() for cell in cells]
+    return target, {name: judge_line(name, cells, target, others) for name, cells in own.items()}
+
+
+def rank(outcomes: Mapping[str, Outcome]) -> list[Outcome]:
+    """Return the outcomes that reach the target, the fewest total bytes first."""
+    reached = [each for each in outcomes.values() if each.cost]
+    return sorted(reached, key=lambda each: each.cost.total if each.cost else 0)
+
+
+def best_three(outcomes: Mapping[str, Outcome]) -> list[str]:
+    """Return the names of the three lines under the server optimiser sgd that need the fewest bytes."""
+    return [each.name for each in rank(outcomes) if not each.name.endswith(ADAM)][:3]
+
+
+def close_lines(outcomes: Mapping[str, Outcome]) -> list[str]:
+    """Return the names of the lines that need at most `CLOSE` times the fewest bytes, and the references."""
+    ranked = rank(outcomes)
+    limit = CLOSE * ranked[0].cost.total if ranked and ranked[0].cost else 0
+    close = [each.name for each in ranked if each.cost and each.cost.total <= limit]
+    return list(dict.fromkeys([PLAIN, "default", *close]))
+
+
+def pareto(outcomes: Mapping[str, Outcome]) -> list[Outcome]:
+    """Return the outcomes that no other beats in both bytes to the target and final accuracy."""
+    front = list[Outcome]()
+    for each in rank(outcomes):
+        if not front or each.final > front[-1].final:
+            front.append(each)
+    return front
