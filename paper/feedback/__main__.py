@@ -18,6 +18,8 @@ from paper.feedback.experiment import Experiment
 from paper.feedback.measures import best_three, close_lines, judge_grid
 
 RESULTS = Path(__file__).parent / "results"
+PAGE = "page.md"
+PICTURES = ("families", "frontier", "target")  # of each grid
 SEEDS = (0, 1, 2)
 STAGES = ("lines", "adam", "seeds")
 _TYPED = ("device", "precision", "data_dir")  # options that are fields of a run's configuration
@@ -84,7 +86,9 @@ def draw(given: argparse.Namespace) -> None:
     """Draw the pictures and write the page of each scale that has cells."""
     scales = [given.scale] if given.scale else experiment.SCALES
     if not sum(draw_scale(given.out / scale, scale) for scale in scales):
-        raise InputError(f"{given.out} holds no cells of the scale {' or '.join(scales)}; make some with `run`")
+        raise InputError(
+            f"{given.out} holds no cells of the scale {' or '.join(scales)}; make some with `run`"
+        )
 
 
 def draw_scale(out: Path, scale: str) -> bool:
@@ -94,20 +98,17 @@ def draw_scale(out: Path, scale: str) -> bool:
     judged = page.judge(grids, found)
     for grid, target, outcomes in judged:
         note = f"scale {scale}; {page.describe_runs(found)}"
-        drawn = {
-            "families": pictures.draw_families(grid, found, outcomes, target, note),
-            "frontier": pictures.draw_frontier(grid, found, outcomes, target, note),
-            "target": pictures.draw_target(grid, outcomes, target, note),
-        }
-        for kind, figure in drawn.items():
+        drawn = (
+            pictures.draw_families(grid, found, outcomes, target, note),
+            pictures.draw_frontier(grid, found, outcomes, target, note),
+            pictures.draw_target(grid, outcomes, target, note),
+        )
+        for kind, figure in zip(PICTURES, drawn, strict=True):
             (out / f"{grid.name}-{kind}.png").write_bytes(save_as("png", figure))
     if judged:
         (out / PAGE).write_text(page.write_page(scale, judged, found), encoding="utf-8")
-        print(f"written: {out / PAGE}, and {3 * len(judged)} pictures beside it")
+        print(f"written: {out / PAGE}, and {len(PICTURES) * len(judged)} pictures beside it")
     return bool(judged)
-
-
-PAGE = "page.md"
 
 
 def parse(words: list[str]) -> argparse.Namespace:

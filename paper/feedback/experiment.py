@@ -13,7 +13,7 @@ from cfedavg.sweep import Grid, Line, SealedCell, read_table
 
 FOLDER = Path(__file__).parent / "experiments"
 DATA = ("mnist", "cifar10")
-SCALES = ("cpu", "full")
+SCALES = ("smoke", "cpu", "full")
 DEFAULT, PLAIN = "default", "none"  # names of lines
 ADAM = "-adam"  # how the name of a line under the server optimiser adam ends
 _ABOUT = ("family", "size", "bytes")  # keys of a line that say what it is, not how it runs
@@ -30,7 +30,12 @@ class Experiment(Grid):
         """The data set, and the number of clients a round."""
         clients = self.base["clients"]
         taking_part = round(self.base["participation"] * clients)
-        return f"{self.title}, {taking_part if taking_part < clients else 'all'} of {clients} clients"
+        data = "" if self.base["dataset"] in self.name else f" (on {self.base['dataset']} digits)"
+        return f"{self.title}{data}, {taking_part if taking_part < clients else 'all'} of {clients} clients"
+
+    def names_of_size(self, size: str) -> list[str]:
+        """Return the names of the lines that compare families at this size of message."""
+        return [name for name, about in self.about.items() if about.get("size") == size]
 
     def only(self, names: Iterable[str]) -> Experiment:
         """Return the grid with the lines of these names alone."""
@@ -56,7 +61,7 @@ class Experiment(Grid):
 def load(scale: str, **typed: Any) -> list[Experiment]:
     """Return the grids of a scale; `typed` sets fields of all runs, such as `device`."""
     if scale not in SCALES:
-        raise InputError(f"`scale` must be {' or '.join(SCALES)}, got {scale!r}")
+        raise InputError(f"`scale` must be smoke, cpu or full, got {scale!r}")
     return [grid for data in DATA for grid in _load_data(data, scale, typed)]
 
 

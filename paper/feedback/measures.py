@@ -6,10 +6,12 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cfedavg.sweep import SealedCell
-from paper.feedback.experiment import ADAM, PLAIN, Experiment
+from paper.feedback.experiment import ADAM, DEFAULT, PLAIN, Experiment
 
+_FIRST = "first_download_bytes"
 WINDOW = 3  # evaluations whose mean counts as an accuracy: a single one jumps from round to round
 TARGET = 0.95  # the share of the accuracy of no compression that a line has to reach
 BETTER = 0.95  # at most this share of the default's bytes is worth a change of the default
@@ -17,30 +19,32 @@ LOSS = 0.005  # what counts as a loss of accuracy
 CLOSE = 1.25  # a line with at most this multiple of the fewest bytes deserves more seeds
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """What a run had sent when it reached the target: rounds, and bytes of all clients, up and down."""
 
-    rounds: int
-    total: int
-    first: int  # the part of the total that is first downloads of the whole model
+    rounds: float
+    total: float
+    later: float  # the total without first downloads of the whole model
 
-    @property
-    def later(self) -> int:
-        """Bytes without first downloads."""
-        return self.total - self.first
+
+_NEVER = Cost(math.inf, math.inf, math.inf)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A line's means over its seeds; `cost` is None if a seed did not reach the target or diverged."""
+    """A line's means over its seeds; `cost` is infinite if a seed did not reach the target."""
 
     name: str
     seeds: int
     final: float
     message_up: float  # bytes
     message_down: float
-    cost: Cost | None
+    cost: Cost
+
+    @property
+    def reached(self) -> bool:
+        """Whether all seeds reached the target."""
+        return self.cost.total < math.inf
 
 
 def evaluations(cell: SealedCell) -> list[tuple[int, float]]:
@@ -60,7 +64,7 @@ def final_accuracy(cell: SealedCell) -> float:
 
 
 def choose_target(plain: Sequence[SealedCell]) -> float | None:
-    """Return the target: `TARGET` times the final accuracy of no compression, rounded down to whole percent."""
+    """Return the target in whole percent, rounded down: `TARGET` times what no compression reaches."""
     if not plain:
         return None
     mean = statistics.fmean(map(final_accuracy, plain))
@@ -69,7 +73,8 @@ def choose_target(plain: Sequence[SealedCell]) -> float | None:
 
 def count_clients(cell: SealedCell) -> int:
     """Return the number of clients that take part in a round."""
-    return max(1, round(cell.settings["participation"] * cell.settings["clients"]))
+    share: float = cell.settings["participation"]
+    return max(1, round(share * cell.settings["clients"]))
 
 
 def first_downloads(cell: SealedCell, others: Sequence[SealedCell]) -> list[int]:
@@ -78,15 +83,17 @@ def first_downloads(cell: SealedCell, others: Sequence[SealedCell]) -> list[int]
     A run that broadcasts the whole model does not record them. The clients of a round depend on the seed
     alone, so another cell of the seed in `others`, which records them, tells how many clients are new.
     """
-    if own := cell.values.get("first_download_bytes"):
+    if own := cell.values.get(_FIRST):
         return list(own)
-    clients = count_clients(cell)
-    seed = cell.settings["seed"]
-    other = next(o for o in others if o.settings["seed"] == seed and "first_download_bytes" in o.values)
-    recorded = other.values["first_download_bytes"]
+    clients, down = count_clients(cell), downloads(cell)
+    recorded = max((other.values[_FIRST] for other in _partners(cell, others)), key=len)
     whole = recorded[0] / clients  # in the first round all clients are new
-    down = downloads(cell)
     return [round(first / whole) * down[t] // clients for t, first in enumerate(recorded[: len(down)])]
+
+
+def _partners(cell: SealedCell, others: Sequence[SealedCell]) -> list[SealedCell]:
+    """Return the cells of the same seed that record first downloads."""
+    return [o for o in others if o.settings["seed"] == cell.settings["seed"] and _FIRST in o.values]
 
 
 def downloads(cell: SealedCell) -> list[int]:
@@ -95,49 +102,48 @@ def downloads(cell: SealedCell) -> list[int]:
     return [total - up for total, up in zip(*columns, strict=True)]
 
 
-def cost(cell: SealedCell, target: float, others: Sequence[SealedCell]) -> Cost | None:
-    """Return what a run had sent when its accuracy first reached the target; None if it never did."""
+def cost(cell: SealedCell, target: float, others: Sequence[SealedCell]) -> Cost:
+    """Return what a run had sent when its accuracy first reached the target; infinite if it never did."""
     reached = [t for t, accuracy in evaluations(cell) if accuracy >= target]
     if not reached:
-        return None
-    t = reached[0]
-    return Cost(t, sum(cell.values["total_bytes"][:t]), sum(first_downloads(cell, others)[:t]))
+        return _NEVER
+    total = sum(cell.values["total_bytes"][: reached[0]])
+    return Cost(reached[0], total, total - sum(first_downloads(cell, others)[: reached[0]]))
 
 
 def message_sizes(cell: SealedCell) -> tuple[float, float]:
     """Return the mean bytes that a client sends in a round, and downloads without first downloads."""
-    up, first = cell.values.get("uplink_bytes", ()), cell.values.get("first_download_bytes", ())
+    up, first = cell.values.get("uplink_bytes", ()), cell.values.get(_FIRST, ())
     messages = count_clients(cell) * max(1, len(up))
     return sum(up) / messages, (sum(downloads(cell)) - sum(first)) / messages
 
 
-def judge_line(name: str, cells: Sequence[SealedCell], target: float, others: Sequence[SealedCell]) -> Outcome:
+def judge_line(
+    name: str, cells: Sequence[SealedCell], target: float, others: Sequence[SealedCell]
+) -> Outcome:
     """Return the outcome of a line from its finished cells, of which there is at least one."""
-    costs = [cost(cell, target, others) for cell in cells]
-    known = [each for each in costs if each]
-    ups, downs = zip(*map(message_sizes, cells), strict=True)
-    mean = None
-    if len(known) == len(cells):
-        parts = ((each.rounds, each.total, each.first) for each in known)
-        mean = Cost(*(round(statistics.fmean(part)) for part in zip(*parts, strict=True)))
+    costs = zip(*(cost(cell, target, others) for cell in cells), strict=True)
+    sizes = zip(*map(message_sizes, cells), strict=True)
+    up, down = map(statistics.fmean, sizes)
     final = statistics.fmean(map(final_accuracy, cells))
-    return Outcome(name, len(cells), final, statistics.fmean(ups), statistics.fmean(downs), mean)
+    return Outcome(name, len(cells), final, up, down, Cost(*map(statistics.fmean, costs)))
 
 
 def judge_grid(grid: Experiment, found: Mapping[str, SealedCell]) -> tuple[float | None, dict[str, Outcome]]:
     """Return the target of a grid and the outcomes of its lines with cells; no outcome without a target."""
-    target = choose_target(grid.of_line(found, PLAIN))
+    others = [cell for line in grid.lines for cell in grid.find_cells(found, None, line)]
+    # Without a partner, the first downloads of a cell are not known.
+    countable = {cell.name: cell for cell in others if _partners(cell, others)}
+    target = choose_target(grid.of_line(countable, PLAIN))
     if target is None:
         return None, {}
-    own = {line.name: cells for line in grid.lines if (cells := grid.find_cells(found, None, line))}
-    others = [cell for cells in own.values() for cell in cells]
+    own = {line.name: cells for line in grid.lines if (cells := grid.find_cells(countable, None, line))}
     return target, {name: judge_line(name, cells, target, others) for name, cells in own.items()}
 
 
 def rank(outcomes: Mapping[str, Outcome]) -> list[Outcome]:
     """Return the outcomes that reach the target, the fewest total bytes first."""
-    reached = [each for each in outcomes.values() if each.cost]
-    return sorted(reached, key=lambda each: each.cost.total if each.cost else 0)
+    return sorted((each for each in outcomes.values() if each.reached), key=lambda each: each.cost.total)
 
 
 def best_three(outcomes: Mapping[str, Outcome]) -> list[str]:
@@ -146,11 +152,10 @@ def best_three(outcomes: Mapping[str, Outcome]) -> list[str]:
 
 
 def close_lines(outcomes: Mapping[str, Outcome]) -> list[str]:
-    """Return the names of the lines that need at most `CLOSE` times the fewest bytes, and the references."""
+    """Return the names of the references, and of the lines with at most `CLOSE` times the fewest bytes."""
     ranked = rank(outcomes)
-    limit = CLOSE * ranked[0].cost.total if ranked and ranked[0].cost else 0
-    close = [each.name for each in ranked if each.cost and each.cost.total <= limit]
-    return list(dict.fromkeys([PLAIN, "default", *close]))
+    close = [each.name for each in ranked if each.cost.total <= CLOSE * ranked[0].cost.total]
+    return list(dict.fromkeys([PLAIN, DEFAULT, *close]))
 
 
 def pareto(outcomes: Mapping[str, Outcome]) -> list[Outcome]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from cfedavg import Config
 from cfedavg.report import format_bytes
 from cfedavg.sweep import SealedCell, write_markdown
-from paper.feedback.experiment import ADAM, DEFAULT, PLAIN, Experiment
+from paper.feedback.experiment import DEFAULT, Experiment
 from paper.feedback.measures import (
     BETTER,
     CLOSE,
@@ -18,7 +19,7 @@ from paper.feedback.measures import (
     pareto,
     rank,
 )
-from paper.feedback.pictures import SIZES
+from paper.feedback.pictures import SIZES, describe_sizes
 
 NOTHING = "–"
 Outcomes = Mapping[str, Outcome]
@@ -26,11 +27,15 @@ Judged = Sequence[tuple[Experiment, float, Outcomes]]  # a grid, its target and 
 
 RULES = f"""\
 An accuracy is the mean of {WINDOW} evaluations that follow each other, of the model that clients hold. The
-target of a grid is {TARGET:.0%} of the final accuracy of no compression, rounded down to whole percent. A line
-reaches it if all its seeds do. Bytes are lengths of encoded messages of all clients, up and down, headers
-included; a client that takes part for the first time downloads the whole model. In bold: the lines that no
-other beats in both bytes to the target and final accuracy. Lines of one seed whose bytes differ by less than
-{CLOSE - 1:.0%} are not told apart."""
+target is {TARGET:.0%} of the final accuracy of no compression, rounded down to whole percent. A line reaches
+it if all its seeds do. Bytes are lengths of encoded messages of all clients, up and down, headers included. A
+client that takes part for the first time downloads the whole model, later what it missed. In bold: the lines
+that no other beats in both bytes to the target and final accuracy. Lines of one seed whose bytes differ by
+less than {CLOSE - 1:.0%} are not told apart.
+
+Families of compressors are compared at two sizes, thin and wide. Their parameters are such that messages of
+Gaussian numbers have nearly equal bytes. The coder shortens messages of real updates, some more than others, so
+the table has the sizes that came out; messages down include those that a client missed."""
 
 
 def judge(grids: Sequence[Experiment], found: Mapping[str, SealedCell]) -> Judged:
@@ -70,54 +75,51 @@ def _section(grid: Experiment, target: float, outcomes: Outcomes) -> Iterator[st
 
 def _settings(grid: Experiment) -> str:
     """Return a sentence with the settings that all lines of a grid share."""
-    base = grid.base
-    work = f"{base['local_epochs']} local epochs" if "local_epochs" in base else f"{base['local_steps']} local steps"
-    return f"{base['rounds']} rounds of {work} of {base['batch_size']} samples, η_L = {base['eta_local']}."
+    kind = "epochs" if "local_epochs" in grid.base else "steps"
+    work = f"{grid.base[f'local_{kind}']} local {kind} of {grid.base['batch_size']} samples"
+    return f"{grid.base['rounds']} rounds of {work}, η_L = {grid.base['eta_local']}."
 
 
 def table(grid: Experiment, outcomes: Outcomes) -> list[list[str]]:
-    """Return the rows of a grid's table: the lines that reach the target by their bytes, then the others."""
-    head = ["line", "up and down", "seeds", "message up", "down", "final accuracy", "rounds", "bytes to target"]
-    head += ["without first downloads", "of the default"]
-    ranked = rank(outcomes)
-    rest = sorted((each for each in outcomes.values() if not each.cost), key=lambda each: -each.final)
-    front = {each.name for each in pareto(outcomes)}
-    rows = [_row(grid, each, outcomes.get(DEFAULT), each.name in front) for each in [*ranked, *rest]]
-    return [head, *rows]
+    """Return the table of a grid: the lines that reach the target by their bytes, then the others."""
+    head = ["line", "up and down", "seeds", "message up", "down", "final accuracy", "rounds"]
+    head += ["bytes to the target", "without first downloads", "times the default"]
+    missed = sorted((e for e in outcomes.values() if not e.reached), key=lambda each: -each.final)
+    front, default = pareto(outcomes), outcomes.get(DEFAULT)
+    return [head, *(_row(grid, each, default, each in front) for each in [*rank(outcomes), *missed])]
 
 
 def _row(grid: Experiment, own: Outcome, default: Outcome | None, in_front: bool) -> list[str]:
     changes = grid.line(own.name).changes
-    up, down = changes["compressor"], changes["compressor_down"]
-    texts = f"`{up}`" if up == down else f"`{up}`, `{down}`"
+    texts = dict.fromkeys(f"`{changes[key]}`" for key in ("compressor", "compressor_down"))
     label = f"**{grid.label(own.name)}**" if in_front else grid.label(own.name)
-    sizes = [format_bytes(own.message_up), format_bytes(own.message_down)]
     costs = [NOTHING] * 4
-    if own.cost:
-        costs = [str(own.cost.rounds), format_bytes(own.cost.total), format_bytes(own.cost.later)]
-        costs.append(_ratio(own, default) if default else NOTHING)
-    return [label, texts, str(own.seeds), *sizes, f"{own.final:.2%}", *costs]
+    if own.reached:
+        costs = [f"{own.cost.rounds:.3g}", format_bytes(own.cost.total), format_bytes(own.cost.later)]
+        costs.append(_ratio(own, default))
+    sizes = format_bytes(own.message_up), format_bytes(own.message_down)
+    return [label, ", ".join(texts), str(own.seeds), *sizes, f"{own.final:.2%}", *costs]
 
 
-def _ratio(own: Outcome, default: Outcome) -> str:
-    return f"{own.cost.total / default.cost.total:.3g}" if own.cost and default.cost else NOTHING
+def _ratio(own: Outcome, default: Outcome | None) -> str:
+    return f"{own.cost.total / default.cost.total:.3g}" if default and default.reached else NOTHING
+
+
+def _order(names: Mapping[str, str], outcomes: Outcomes) -> tuple[str, str]:
+    """Return two texts on the lines in `names`: who reaches the target, by bytes, and who does not."""
+    own = {name: outcomes[name] for name in names if name in outcomes}
+    reached = [f"{names[e.name]} ({format_bytes(e.cost.total)}, {e.final:.1%})" for e in rank(own)]
+    missed = [f"{names[name]} ({each.final:.1%})" for name, each in own.items() if not each.reached]
+    return ", ".join(reached), f"; not reached by {', '.join(missed)}" if missed else ""
 
 
 def family_verdict(grid: Experiment, outcomes: Outcomes, size: str) -> str:
     """Return a sentence that orders the families of one size of message by their bytes to the target."""
-    own = {n: each for n, each in outcomes.items() if grid.about.get(n, {}).get("size") == size}
-    if not own:
+    if not (sizes := describe_sizes(grid, outcomes, size)):
         return f"No {size} messages were run."
-    ups = sorted(each.message_up for each in own.values())
-    texts = [
-        f"{grid.about[each.name]['family']} ({format_bytes(each.cost.total)}, {each.final:.1%} in the end)"
-        for each in rank(own)
-        if each.cost
-    ]
-    missed = [f"{grid.about[n]['family']} ({own[n].final:.1%})" for n in own if not own[n].cost]
-    text = f"Messages of {format_bytes(ups[0])} to {format_bytes(ups[-1])} up: "
-    text += f"the fewest bytes to the target take {', then '.join(texts)}" if texts else "none reaches the target"
-    return text + (f"; it is not reached by {', '.join(missed)}." if missed else ".")
+    families = {name: grid.about[name]["family"] for name in grid.names_of_size(size)}
+    reached, missed = _order(families, outcomes)
+    return f"{sizes}. Bytes to the target and final accuracy: {reached or 'none reaches it'}{missed}."
 
 
 FEEDBACKS = {DEFAULT: "ef", "decay": "ef(decay=0.95)", "sapef": "sapef(0.5)", "ef21": "ef21", "cafe": "cafe",
@@ -126,82 +128,68 @@ FEEDBACKS = {DEFAULT: "ef", "decay": "ef(decay=0.95)", "sapef": "sapef(0.5)", "e
 
 def feedback_verdict(outcomes: Outcomes) -> str:
     """Return a sentence that orders the feedbacks, with the default compressor, by bytes to the target."""
-    own = {name: outcomes[name] for name in FEEDBACKS if name in outcomes}
-    texts = [
-        f"`{FEEDBACKS[each.name]}` ({format_bytes(each.cost.total)}, {each.final:.1%})"
-        for each in rank(own)
-        if each.cost
-    ]
-    missed = [f"`{FEEDBACKS[name]}` ({own[name].final:.1%})" for name in own if not own[name].cost]
-    text = "Feedbacks with the default compressor, the fewest bytes to the target first: "
-    text += ", ".join(texts) or "none reaches it"
-    return text + (f"; it is not reached by {', '.join(missed)}." if missed else ".")
+    reached, missed = _order({name: f"`{text}`" for name, text in FEEDBACKS.items()}, outcomes)
+    return f"Feedbacks with the default compressor, fewest bytes first: {reached or 'none'}{missed}."
 
 
 def beats_default(own: Outcome, default: Outcome) -> bool:
     """Return whether a line needs at most `BETTER` of the default's bytes and loses no accuracy."""
-    if not own.cost or not default.cost:
-        return False
-    return own.cost.total <= BETTER * default.cost.total and own.final >= default.final - LOSS
+    fewer = own.reached and own.cost.total <= BETTER * default.cost.total
+    return fewer and own.final >= default.final - LOSS
 
 
 def default_verdict(grid: Experiment, outcomes: Outcomes) -> str:
     """Return a sentence that names the lines that beat the default by the rule of `beats_default`."""
     default = outcomes.get(DEFAULT)
-    if default is None or not default.cost:
+    if default is None or not default.reached:
         return "The default does not reach the target."
     better = [each for each in rank(outcomes) if beats_default(each, default)]
-    rule = f"at most {BETTER:.0%} of its bytes to the target, and no more than {100 * LOSS:g} points behind it"
+    rule = f"at most {BETTER:.0%} of its bytes to the target, at most {100 * LOSS:g} points less accurate"
     if not better:
         return f"No line beats the default ({rule})."
-    texts = [f"{grid.label(each.name)} ({_ratio(each, default)}, {_points(each, default)})" for each in better]
+    texts = [
+        f"{grid.label(e.name)} ({_ratio(e, default)} of the bytes, {_points(e, default)})" for e in better
+    ]
     return f"These beat the default ({rule}): {'; '.join(texts)}."
 
 
 def _points(own: Outcome, default: Outcome) -> str:
-    return f"{100 * (own.final - default.final):+.1f} points in the end".replace("-", "−")
+    return f"{100 * (own.final - default.final):+.1f} points".replace("-", "−")
 
 
-# What to take when: each wish, which lines may serve it, and what it wants least of.
-_Wish = tuple[str, Callable[[Experiment, Outcome], bool], Callable[[Outcome], float]]
-_NO_MEMORY = ("cafe", "none")
-
-
-def _is_plain_server(grid: Experiment, each: Outcome) -> bool:
-    return not each.name.endswith(ADAM)
-
-
+# What to take when: each wish, which lines may serve it, and of what it wants least.
+_Wish = tuple[str, Callable[[Config], bool], Callable[[Outcome], float]]
 WISHES: tuple[_Wish, ...] = (
-    ("the fewest bytes, up and down", lambda grid, each: True, lambda each: each.cost.total if each.cost else 0),
-    ("the same without first downloads", lambda grid, each: True, lambda each: each.cost.later if each.cost else 0),
-    ("the fewest rounds with compression", lambda grid, each: each.name != PLAIN,
-     lambda each: each.cost.rounds if each.cost else 0),
-    ("the shortest messages up", lambda grid, each: True, lambda each: each.message_up),
-    ("the fewest bytes without memory on clients",
-     lambda grid, each: grid.line(each.name).changes.get("feedback") in _NO_MEMORY,
-     lambda each: each.cost.total if each.cost else 0),
-    ("the highest final accuracy with compression", lambda grid, each: each.name != PLAIN,
-     lambda each: -each.final),
+    ("the fewest bytes, up and down", lambda config: True, lambda each: each.cost.total),
+    ("the same without first downloads", lambda config: True, lambda each: each.cost.later),
+    ("the shortest messages up", lambda config: True, lambda each: each.message_up),
+    ("the fewest rounds", lambda config: config.compressor != "none", lambda each: each.cost.rounds),
+    ("no memory on clients", lambda config: config.feedback in ("none", "cafe"),
+     lambda each: each.cost.total),
+    ("the highest final accuracy", lambda config: config.compressor != "none", lambda each: -each.final),
 )  # fmt: skip
 
 
 def _choices(judged: Judged) -> str:
     """Return a table: for each wish and each grid, the line that serves it best and reaches the target."""
-    head = ["line", *(grid.words for grid, _, _ in judged)]
-    rows = [[wish, *(_choose(grid, outcomes, may, want) for grid, _, outcomes in judged)]
-            for wish, may, want in WISHES]  # fmt: skip
-    return write_markdown([["if you want (of the lines that reach the target)", *head[1:]], *rows]).rstrip()
+    head = ["if you want", *(grid.words for grid, _, _ in judged)]
+    rows = [
+        [wish, *(_choose(grid, outcomes, may, want) for grid, _, outcomes in judged)]
+        for wish, may, want in WISHES
+    ]
+    return write_markdown([head, *rows]).rstrip()
 
 
 def _choose(
     grid: Experiment,
     outcomes: Outcomes,
-    may: Callable[[Experiment, Outcome], bool],
+    may: Callable[[Config], bool],
     want: Callable[[Outcome], float],
 ) -> str:
-    own = [each for each in rank(outcomes) if may(grid, each)]
+    configs = {name: Config(**grid.line(name).changes) for name in outcomes}
+    own = [each for each in rank(outcomes) if may(configs[each.name])]
     if not own:
         return NOTHING
     best = min(own, key=want)
-    cost = format_bytes(best.cost.total) if best.cost else NOTHING
-    return f"{grid.label(best.name)}: {cost}, {best.cost.rounds if best.cost else NOTHING} rounds, {best.final:.1%}"
+    numbers = f"{format_bytes(best.message_up)} a message up, {best.cost.rounds:.3g} rounds"
+    return f"{grid.label(best.name)}: {format_bytes(best.cost.total)}, {numbers}, {best.final:.1%}"

@@ -36,7 +36,7 @@ COLOURS = {"top-k": BLUE, "low rank": VERMILION, "EDEN": GREEN, "signs": "#CC79A
 SIZES = ("thin", "wide")
 _FRONT = (BLUE, VERMILION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999933")
 _FAINT = "#CDD3D9"  # lines that are not on the frontier
-_LEAST = 0.5  # accuracies below this share of the target are not drawn
+_LEAST = 0.75  # accuracies below this share of the target are not drawn
 
 Found = Mapping[str, SealedCell]
 Outcomes = Mapping[str, Outcome]
@@ -63,15 +63,25 @@ def draw_families(grid: Experiment, found: Found, outcomes: Outcomes, target: fl
     """Return a figure of accuracy over bytes: a row for each size of message, families by colour."""
     rows = []
     for size in SIZES:
-        names = [name for name in outcomes if grid.about.get(name, {}).get("size") == size]
+        names = [name for name in grid.names_of_size(size) if name in outcomes]
         pens = {name: Pen(COLOURS[grid.about[name]["family"]]) for name in names}
         pens[experiment.PLAIN] = Pen(PLAIN)
-        ups = sorted(outcomes[name].message_up for name in names)
-        title = f"{format_bytes(ups[0])} to {format_bytes(ups[-1])} a message up" if ups else size
-        rows.append(_accuracy_row(grid, found, pens, target, title))
+        rows.append(_accuracy_row(grid, found, pens, target, f"{size} messages, "))
     legend = [*((name, Pen(colour)) for name, colour in COLOURS.items()), ("no compression", Pen(PLAIN))]
-    subtitle = f"{grid.words}; the same compressor both ways"
+    sizes = "; ".join(filter(None, (describe_sizes(grid, outcomes, size) for size in SIZES)))
+    subtitle = f"{grid.words}; the same compressor both ways; {sizes}"
     return draw_grid(rows, Frame("Families of compressors at equal bytes a message", subtitle, legend, note))
+
+
+def describe_sizes(grid: Experiment, outcomes: Outcomes, size: str) -> str:
+    """Return the range of the messages up of the families of a size, in words; "" if none was run."""
+    names = grid.names_of_size(size)
+    ups = sorted(outcomes[name].message_up for name in names if name in outcomes)
+    return (
+        f"{size.capitalize()} messages take {format_bytes(ups[0])} to {format_bytes(ups[-1])} up"
+        if ups
+        else ""
+    )
 
 
 def draw_frontier(grid: Experiment, found: Found, outcomes: Outcomes, target: float, note: str) -> Figure:
@@ -101,7 +111,7 @@ def _accuracy_row(
     row = []
     for words, view in views:
         panel = Panel(
-            "accuracy", ", ".join(filter(None, [title, words])), (Series("test_accuracy", ""),), "",
+            "accuracy", title + words, (Series("test_accuracy", ""),), "",
             "total_bytes", percent=True, side="test accuracy",
         )  # fmt: skip
         lines = [
@@ -116,7 +126,7 @@ def _accuracy_row(
 def draw_target(grid: Experiment, outcomes: Outcomes, target: float, note: str) -> Figure:
     """Return a figure with a row for each line that reaches the target: bytes, and those without first."""
     ranked = rank(outcomes)
-    missed = [grid.label(name) for name, each in outcomes.items() if not each.cost]
+    missed = [grid.label(name) for name, each in outcomes.items() if not each.reached]
     subtitle = f"{grid.words}; all bytes (full dots), and without first downloads (rings)"
     if missed:
         note = f"did not reach it: {'; '.join(missed)}; {note}"
@@ -131,8 +141,6 @@ def draw_target(grid: Experiment, outcomes: Outcomes, target: float, note: str) 
 def _draw_dots(axes: Axes, ranked: Sequence[Outcome], labels: Sequence[str]) -> None:
     style_axes(axes)
     for place, each in enumerate(ranked):
-        if not each.cost:
-            continue
         colour = {experiment.DEFAULT: INK, experiment.PLAIN: PLAIN}.get(each.name, BLUE)
         axes.plot([each.cost.later, each.cost.total], [place] * 2, color=colour, linewidth=1)
         axes.plot(each.cost.total, place, "o", color=colour, markersize=6)
@@ -142,5 +150,5 @@ def _draw_dots(axes: Axes, ranked: Sequence[Outcome], labels: Sequence[str]) -> 
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
     axes.set_yticks(range(len(labels)), labels, color=INK)
-    axes.invert_yaxis()
+    axes.set_ylim(len(labels) - 0.4, -0.6)
     axes.set_xlabel("bytes of all clients, up and down", color=MUTED, fontsize=9)
