@@ -77,9 +77,10 @@ bench-peers: install  ## us, pfl-research, plain PyTorch and Flower at the same 
 bench-many: install  ## ten thousand clients: time and memory of each round, residuals in each place
 	$(BIN)/python bench/many.py --residuals none memory disk --out runs/many
 
-paper: install  ## figures, tables and the claims page again, from the cells in paper/cfedavg/results alone
+paper: install  ## figures, tables and pages again, from the cells in paper/*/results alone
 	$(BIN)/python -m paper.cfedavg draw
 	$(BIN)/python -m paper.cfedavg claims
+	$(BIN)/python -m paper.feedback draw
 
 fuzz: install  ## ten million mutated messages: only WireError, no growing memory
 	$(BIN)/python bench/fuzz.py

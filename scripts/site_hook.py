@@ -26,6 +26,8 @@ OUTSIDE = {
     "paper/cfedavg/README.md": "paper/cfedavg/index.md",
     "paper/cfedavg/claims.md": "paper/cfedavg/claims.md",
     "paper/cfedavg/decisions.md": "paper/cfedavg/decisions.md",
+    "paper/feedback/README.md": "paper/feedback/index.md",
+    "paper/feedback/results/cpu/page.md": "paper/feedback/results/cpu/page.md",
     "examples/notebook.ipynb": "start/notebook.md",
 }
 # The files from which the pages of the reference are generated.

@@ -23,6 +23,7 @@ PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "paper/cfedavg").glob("*.md")),
+    *sorted((ROOT / "paper/feedback").rglob("*.md")),
 ]
 README = ROOT / "README.md"
 SNIPPETS = [

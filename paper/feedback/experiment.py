@@ -16,6 +16,7 @@ DATA = ("mnist", "cifar10")
 SCALES = ("smoke", "cpu", "full")
 DEFAULT, PLAIN = "default", "none"  # names of lines
 ADAM = "-adam"  # how the name of a line under the server optimiser adam ends
+_BY_SHARE = ("participation", "rounds", "eval_every")  # lists in a scale, with a value for each grid
 _ABOUT = ("family", "size", "bytes")  # keys of a line that say what it is, not how it runs
 
 
@@ -73,9 +74,9 @@ def _load_data(data: str, scale: str, typed: dict[str, Any]) -> Iterator[Experim
     about = {line["name"]: {key: line.pop(key) for key in _ABOUT if key in line} for line in lines}
     lines += [_put_under_adam(line) for line in lines]
     own = dict(table["scale"][scale])
-    for share, rounds in zip(own.pop("participation"), own.pop("rounds"), strict=True):
-        base = table["base"] | own | {"participation": share, "rounds": rounds}
-        name = f"{data}-{100 * share:g}"
+    for each in zip(*(own.pop(key) for key in _BY_SHARE), strict=True):
+        base = table["base"] | own | dict(zip(_BY_SHARE, each, strict=True))
+        name = f"{data}-{100 * base['participation']:g}"
         shape = {"title": table["title"], "base": base, "line": lines}
         made = Experiment.from_table(name, shape, typed=typed, note=f"scale {scale}", about=about)
         yield dataclasses.replace(made, prefix=name)

@@ -73,8 +73,8 @@ def choose_target(plain: Sequence[SealedCell]) -> float | None:
 
 def count_clients(cell: SealedCell) -> int:
     """Return the number of clients that take part in a round."""
-    share: float = cell.settings["participation"]
-    return max(1, round(share * cell.settings["clients"]))
+    share, clients = float(cell.settings["participation"]), int(cell.settings["clients"])
+    return max(1, round(share * clients))
 
 
 def first_downloads(cell: SealedCell, others: Sequence[SealedCell]) -> list[int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from cfedavg import Config
 from cfedavg.report import format_bytes
 from cfedavg.sweep import SealedCell, write_markdown
-from paper.feedback.experiment import DEFAULT, Experiment
+from paper.feedback.experiment import DEFAULT, PLAIN, Experiment
 from paper.feedback.measures import (
     BETTER,
     CLOSE,
@@ -19,7 +20,7 @@ from paper.feedback.measures import (
     pareto,
     rank,
 )
-from paper.feedback.pictures import SIZES, describe_sizes
+from paper.feedback.pictures import COLOURS, SIZES, describe_sizes
 
 NOTHING = "–"
 Outcomes = Mapping[str, Outcome]
@@ -34,8 +35,8 @@ that no other beats in both bytes to the target and final accuracy. Lines of one
 less than {CLOSE - 1:.0%} are not told apart.
 
 Families of compressors are compared at two sizes, thin and wide. Their parameters are such that messages of
-Gaussian numbers have nearly equal bytes. The coder shortens messages of real updates, some more than others, so
-the table has the sizes that came out; messages down include those that a client missed."""
+Gaussian numbers have nearly equal bytes. The coder shortens messages of real updates, some more than others.
+The table has the sizes that came out; messages down include those that a client missed."""
 
 
 def judge(grids: Sequence[Experiment], found: Mapping[str, SealedCell]) -> Judged:
@@ -48,7 +49,9 @@ def write_page(scale: str, judged: Judged, found: Mapping[str, SealedCell]) -> s
     """Return the page of a scale as Markdown."""
     sections = ["\n\n".join(_section(*each)) for each in judged]
     head = [f"# Feedbacks and compressors: scale {scale}", describe_runs(found), RULES]
-    return "\n\n".join([*head, *sections, "## What to take when", _choices(judged)]) + "\n"
+    head += ["## In brief", family_table(judged), feedback_table(judged)]
+    head += ["## What to take when", _choices(judged)]
+    return "\n\n".join([*head, *sections]) + "\n"
 
 
 def describe_runs(found: Mapping[str, SealedCell]) -> str:
@@ -111,6 +114,42 @@ def _order(names: Mapping[str, str], outcomes: Outcomes) -> tuple[str, str]:
     reached = [f"{names[e.name]} ({format_bytes(e.cost.total)}, {e.final:.1%})" for e in rank(own)]
     missed = [f"{names[name]} ({each.final:.1%})" for name, each in own.items() if not each.reached]
     return ", ".join(reached), f"; not reached by {', '.join(missed)}" if missed else ""
+
+
+def family_table(judged: Judged) -> str:
+    """Return a table of the families at both sizes of message, with columns for each grid."""
+    rows = []
+    for size, family in itertools.product(SIZES, COLOURS):
+        own = [
+            next((n for n in grid.names_of_size(size) if grid.about[n]["family"] == family), "")
+            for grid, _, _ in judged
+        ]
+        if any(own):
+            rows.append([f"{family}, {size}", *_brief(judged, own)])
+    plain = [PLAIN, *_brief(judged, [PLAIN] * len(judged))]
+    return write_markdown([_brief_head("family", judged), plain, *rows]).rstrip()
+
+
+def feedback_table(judged: Judged) -> str:
+    """Return a table of the feedbacks with the default compressor, with columns for each grid."""
+    rows = [[f"`{text}`", *_brief(judged, [name] * len(judged))] for name, text in FEEDBACKS.items()]
+    return write_markdown([_brief_head("feedback", judged), *rows]).rstrip()
+
+
+def _brief_head(first: str, judged: Judged) -> list[str]:
+    names = [(str(grid.base["dataset"]), target) for grid, target, _ in judged]
+    columns = [[f"{name}: a message up", "accuracy", f"bytes to {target:.0%}"] for name, target in names]
+    return [first, *itertools.chain(*columns)]
+
+
+def _brief(judged: Judged, names: Sequence[str]) -> list[str]:
+    """Return for each grid the message, the final accuracy and the bytes to the target of a line."""
+    texts = []
+    for (_, _, outcomes), name in zip(judged, names, strict=True):
+        own = outcomes.get(name)
+        cost = format_bytes(own.cost.total) if own and own.reached else NOTHING
+        texts += [format_bytes(own.message_up), f"{own.final:.1%}", cost] if own else [NOTHING] * 3
+    return texts
 
 
 def family_verdict(grid: Experiment, outcomes: Outcomes, size: str) -> str:
