@@ -32,7 +32,8 @@ target is {TARGET:.0%} of the final accuracy of no compression, rounded down to 
 it if all its seeds do. Bytes are lengths of encoded messages of all clients, up and down, headers included. A
 client that takes part for the first time downloads the whole model, later what it missed. In bold: the lines
 that no other beats in both bytes to the target and final accuracy. Lines of one seed whose bytes differ by
-less than {CLOSE - 1:.0%} are not told apart.
+less than {CLOSE - 1:.0%} are not told apart. A line beats the default if it needs at most {BETTER:.0%} of its
+bytes to the target and ends at most {100 * LOSS:g} points lower.
 
 Families of compressors are compared at two sizes, thin and wide. Their parameters are such that messages of
 Gaussian numbers have nearly equal bytes. The coder shortens messages of real updates, some more than others.
@@ -127,19 +128,22 @@ def family_table(judged: Judged) -> str:
         if any(own):
             rows.append([f"{family}, {size}", *_brief(judged, own)])
     plain = [PLAIN, *_brief(judged, [PLAIN] * len(judged))]
-    return write_markdown([_brief_head("family", judged), plain, *rows]).rstrip()
+    return write_markdown([_brief_head(judged), plain, *rows]).rstrip()
 
 
 def feedback_table(judged: Judged) -> str:
     """Return a table of the feedbacks with the default compressor, with columns for each grid."""
     rows = [[f"`{text}`", *_brief(judged, [name] * len(judged))] for name, text in FEEDBACKS.items()]
-    return write_markdown([_brief_head("feedback", judged), *rows]).rstrip()
+    return write_markdown([_brief_head(judged), *rows]).rstrip()
 
 
-def _brief_head(first: str, judged: Judged) -> list[str]:
+def _brief_head(judged: Judged) -> list[str]:
     names = [(str(grid.base["dataset"]), target) for grid, target, _ in judged]
-    columns = [[f"{name}: a message up", "accuracy", f"bytes to {target:.0%}"] for name, target in names]
-    return [first, *itertools.chain(*columns)]
+    columns = [
+        [f"{name}: a message up", "accuracy", f"bytes to {target:.0%}", "without first downloads"]
+        for name, target in names
+    ]
+    return ["line", *itertools.chain(*columns)]
 
 
 def _brief(judged: Judged, names: Sequence[str]) -> list[str]:
@@ -147,8 +151,9 @@ def _brief(judged: Judged, names: Sequence[str]) -> list[str]:
     texts = []
     for (_, _, outcomes), name in zip(judged, names, strict=True):
         own = outcomes.get(name)
-        cost = format_bytes(own.cost.total) if own and own.reached else NOTHING
-        texts += [format_bytes(own.message_up), f"{own.final:.1%}", cost] if own else [NOTHING] * 3
+        costs = map(format_bytes, own.cost[1:]) if own and own.reached else [NOTHING] * 2
+        texts += [format_bytes(own.message_up), f"{own.final:.1%}"] if own else [NOTHING] * 2
+        texts += costs
     return texts
 
 
@@ -171,25 +176,30 @@ def feedback_verdict(outcomes: Outcomes) -> str:
     return f"Feedbacks with the default compressor, fewest bytes first: {reached or 'none'}{missed}."
 
 
-def beats_default(own: Outcome, default: Outcome) -> bool:
-    """Return whether a line needs at most `BETTER` of the default's bytes and loses no accuracy."""
-    fewer = own.reached and own.cost.total <= BETTER * default.cost.total
+def beats_default(own: Outcome, default: Outcome, which: str) -> bool:
+    """Return whether a line loses no accuracy and needs at most `BETTER` of the default's bytes.
+
+    `which` is total, or later: without first downloads.
+    """
+    fewer = own.reached and getattr(own.cost, which) <= BETTER * getattr(default.cost, which)
     return fewer and own.final >= default.final - LOSS
 
 
 def default_verdict(grid: Experiment, outcomes: Outcomes) -> str:
-    """Return a sentence that names the lines that beat the default by the rule of `beats_default`."""
+    """Return sentences that name the lines that beat the default by the rule of `beats_default`."""
     default = outcomes.get(DEFAULT)
     if default is None or not default.reached:
         return "The default does not reach the target."
-    better = [each for each in rank(outcomes) if beats_default(each, default)]
-    rule = f"at most {BETTER:.0%} of its bytes to the target, at most {100 * LOSS:g} points less accurate"
-    if not better:
-        return f"No line beats the default ({rule})."
-    texts = [
-        f"{grid.label(e.name)} ({_ratio(e, default)} of the bytes, {_points(e, default)})" for e in better
-    ]
-    return f"These beat the default ({rule}): {'; '.join(texts)}."
+    texts = []
+    for which, words in (("total", "all bytes"), ("later", "bytes without first downloads")):
+        better = [each for each in rank(outcomes) if beats_default(each, default, which)]
+        ratios = [getattr(each.cost, which) / getattr(default.cost, which) for each in better]
+        names = [
+            f"{grid.label(each.name)} ({ratio:.3g} of them, {_points(each, default)})"
+            for each, ratio in zip(better, ratios, strict=True)
+        ]
+        texts.append(f"In {words}, the default is beaten by {'; '.join(names) or 'no line'}.")
+    return " ".join(texts)
 
 
 def _points(own: Outcome, default: Outcome) -> str:
@@ -216,7 +226,7 @@ def _choices(judged: Judged) -> str:
         [wish, *(_choose(grid, outcomes, may, want) for grid, _, outcomes in judged)]
         for wish, may, want in WISHES
     ]
-    return write_markdown([head, *rows]).rstrip()
+    return write_markdown([head, *rows]).rstrip().replace("---:", ":---")  # these are texts
 
 
 def _choose(

@@ -175,7 +175,10 @@ def test_a_line_reaches_the_target_if_all_seeds_do() -> None:
     [(95, 0.5, True), (96, 0.9, False), (50, 0.495, True), (50, 0.494, False), (math.inf, 0.9, False)],
 )
 def test_when_a_line_beats_the_default(total: float, final: float, beats: bool) -> None:
-    assert page.beats_default(outcome("x", total, final), outcome("default", 100, 0.5)) is beats
+    own, default = outcome("x", total, final), outcome("default", 100, 0.5)
+    assert page.beats_default(own, default, "total") is beats
+    half = dataclasses.replace(own, cost=own.cost._replace(later=own.cost.total / 2))
+    assert page.beats_default(half, default, "later") is (total < math.inf and final >= 0.495)
 
 
 def test_verdicts_name_who_misses_the_target() -> None:
@@ -186,10 +189,10 @@ def test_verdicts_name_who_misses_the_target() -> None:
         "Feedbacks with the default compressor, fewest bytes first: `sapef(0.5)` (90 B, 60.0%), "
         "`ef` (100 B, 50.0%); not reached by `ef21` (30.0%)."
     )
-    assert "feedback sapef(0.5) (0.9 of the bytes, +10.0 points)" in page.default_verdict(grid, found)
-    assert "EDEN, 1 bit (0.7 of the bytes, +0.0 points)" in page.default_verdict(grid, found)
+    text = "EDEN, 1 bit (0.7 of them, +0.0 points); default, feedback sapef(0.5) (0.9 of them, +10.0 points)."
+    assert f"In all bytes, the default is beaten by {text}" in page.default_verdict(grid, found)
     del found["sapef"], found["eden"]
-    assert page.default_verdict(grid, found).startswith("No line beats the default")
+    assert page.default_verdict(grid, found).startswith("In all bytes, the default is beaten by no line.")
     assert page.family_verdict(grid, found, "wide") == "No wide messages were run."
     assert page.family_verdict(grid, found, "thin").endswith("final accuracy: top-k (100 B, 50.0%).")
 
