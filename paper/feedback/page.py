@@ -32,8 +32,8 @@ target is {TARGET:.0%} of the final accuracy of no compression, rounded down to 
 it if all its seeds do. Bytes are lengths of encoded messages of all clients, up and down, headers included. A
 client that takes part for the first time downloads the whole model, later what it missed. In bold: the lines
 that no other beats in both bytes to the target and final accuracy. Lines of one seed whose bytes differ by
-less than {CLOSE - 1:.0%} are not told apart. A line beats the default if it needs at most {BETTER:.0%} of its
-bytes to the target and ends at most {100 * LOSS:g} points lower.
+less than {CLOSE - 1:.0%} cannot be told apart. A line beats the default if it needs at most {BETTER:.0%} of
+its bytes to the target and ends at most {100 * LOSS:g} points lower.
 
 Families of compressors are compared at two sizes, thin and wide. Their parameters are such that messages of
 Gaussian numbers have nearly equal bytes. The coder shortens messages of real updates, some more than others.
@@ -193,13 +193,16 @@ def default_verdict(grid: Experiment, outcomes: Outcomes) -> str:
     texts = []
     for which, words in (("total", "all bytes"), ("later", "bytes without first downloads")):
         better = [each for each in rank(outcomes) if beats_default(each, default, which)]
-        ratios = [getattr(each.cost, which) / getattr(default.cost, which) for each in better]
-        names = [
-            f"{grid.label(each.name)} ({ratio:.3g} of them, {_points(each, default)})"
-            for each, ratio in zip(better, ratios, strict=True)
-        ]
+        names = [f"{grid.label(each.name)} ({_advantage(each, default, which)})" for each in better]
         texts.append(f"In {words}, the default is beaten by {'; '.join(names) or 'no line'}.")
     return " ".join(texts)
+
+
+def _advantage(own: Outcome, default: Outcome, which: str) -> str:
+    """Return the share of the default's bytes, the points of accuracy, and whether one seed can tell."""
+    ratio = getattr(own.cost, which) / getattr(default.cost, which)
+    doubt = ", one seed cannot tell" if own.seeds == 1 and ratio > 1 / CLOSE else ""
+    return f"{ratio:.3g} of them, {_points(own, default)}{doubt}"
 
 
 def _points(own: Outcome, default: Outcome) -> str:
