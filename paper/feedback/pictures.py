@@ -68,8 +68,8 @@ def draw_families(grid: Experiment, found: Found, outcomes: Outcomes, target: fl
         pens[experiment.PLAIN] = Pen(PLAIN)
         rows.append(_accuracy_row(grid, found, pens, target, f"{size} messages, "))
     legend = [*((name, Pen(colour)) for name, colour in COLOURS.items()), ("no compression", Pen(PLAIN))]
-    sizes = "; ".join(filter(None, (describe_sizes(grid, outcomes, size) for size in SIZES)))
-    subtitle = f"{grid.words}; the same compressor both ways; {sizes}"
+    sizes = ". ".join(filter(None, (describe_sizes(grid, outcomes, size) for size in SIZES)))
+    subtitle = f"{grid.words}; the same compressor both ways. {sizes}"
     return draw_grid(rows, Frame("Families of compressors at equal bytes a message", subtitle, legend, note))
 
 

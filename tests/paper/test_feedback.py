@@ -6,6 +6,7 @@ import ast
 import dataclasses
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,15 @@ def test_the_page_is_made_of_the_cells(scale: str) -> None:
     assert (out / feedback.PAGE).exists() == bool(judged)
     if judged:
         assert (out / feedback.PAGE).read_text(encoding="utf-8") == page.write_page(scale, judged, found)
+
+
+@pytest.mark.parametrize(
+    ("doc", "table"), [("compressors", page.family_table), ("parts", page.feedback_table)]
+)
+def test_the_docs_have_the_tables_of_the_cells(doc: str, table: Callable[[page.Judged], str]) -> None:
+    every = list(grids("cpu").values())
+    judged = page.judge(every, feedback.read_scale(feedback.RESULTS / "cpu", every))
+    assert table(judged) in (HERE.parents[1] / "docs" / f"{doc}.md").read_text(encoding="utf-8")
 
 
 def test_cells_say_how_they_were_made() -> None:
