@@ -20,7 +20,7 @@ from paper.feedback.measures import (
     pareto,
     rank,
 )
-from paper.feedback.pictures import COLOURS, SIZES, describe_sizes
+from paper.feedback.pictures import COLOURS, LEAST_DRAWN, SIZES, describe_sizes
 
 NOTHING = "–"
 Outcomes = Mapping[str, Outcome]
@@ -37,7 +37,8 @@ its bytes to the target and ends at most {100 * LOSS:g} points lower.
 
 Families of compressors are compared at two sizes, thin and wide. Their parameters are such that messages of
 Gaussian numbers have nearly equal bytes. The coder shortens messages of real updates, some more than others.
-The table has the sizes that came out; messages down include those that a client missed."""
+The table has the sizes that came out; messages down include those that a client missed. Curves begin where a
+line first has {LEAST_DRAWN:.0%} of the target."""
 
 
 def judge(grids: Sequence[Experiment], found: Mapping[str, SealedCell]) -> Judged:
@@ -67,7 +68,7 @@ def _section(grid: Experiment, target: float, outcomes: Outcomes) -> Iterator[st
     """Yield the paragraphs of a grid."""
     yield f"## {grid.words}"
     yield f"{_settings(grid)} The target is {target:.0%}."
-    yield "### Families at equal bytes"
+    yield "### Families at two sizes of message"
     yield f"![Accuracy over bytes of the families]({grid.name}-families.png)"
     yield "\n".join(f"- {family_verdict(grid, outcomes, size)}" for size in SIZES)
     yield "### The frontier"

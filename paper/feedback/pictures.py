@@ -36,7 +36,7 @@ COLOURS = {"top-k": BLUE, "low rank": VERMILION, "EDEN": GREEN, "signs": "#CC79A
 SIZES = ("thin", "wide")
 _FRONT = (BLUE, VERMILION, GREEN, "#CC79A7", "#E69F00", "#56B4E9", "#882255", "#999933")
 _FAINT = "#CDD3D9"  # lines that are not on the frontier
-_LEAST = 0.75  # accuracies below this share of the target are not drawn
+LEAST_DRAWN = 0.75  # share of the target: a curve begins where its accuracy is first as high
 
 Found = Mapping[str, SealedCell]
 Outcomes = Mapping[str, Outcome]
@@ -70,7 +70,7 @@ def draw_families(grid: Experiment, found: Found, outcomes: Outcomes, target: fl
     legend = [*((name, Pen(colour)) for name, colour in COLOURS.items()), ("no compression", Pen(PLAIN))]
     sizes = ". ".join(filter(None, (describe_sizes(grid, outcomes, size) for size in SIZES)))
     subtitle = f"{grid.words}; the same compressor both ways. {sizes}"
-    return draw_grid(rows, Frame("Families of compressors at equal bytes a message", subtitle, legend, note))
+    return draw_grid(rows, Frame("Families of compressors at two sizes of message", subtitle, legend, note))
 
 
 def describe_sizes(grid: Experiment, outcomes: Outcomes, size: str) -> str:
@@ -115,7 +115,7 @@ def _accuracy_row(
             "total_bytes", percent=True, side="test accuracy",
         )  # fmt: skip
         lines = [
-            (name, [above(view(cell), _LEAST * target) for cell in cells[name]], pen)
+            (name, [above(view(cell), LEAST_DRAWN * target) for cell in cells[name]], pen)
             for name, pen in pens.items()
         ]
         row.append(fill_panel(panel, lines))
