@@ -16,7 +16,8 @@ WINDOW = 3  # evaluations whose mean counts as an accuracy: a single one jumps f
 TARGET = 0.95  # the share of the accuracy of no compression that a line has to reach
 BETTER = 0.95  # at most this share of the default's bytes is worth a change of the default
 LOSS = 0.005  # what counts as a loss of accuracy
-CLOSE = 1.25  # a line with at most this multiple of the fewest bytes deserves more seeds
+CLOSE = 1.25  # one seed cannot tell lines apart whose bytes differ by less than this factor
+NEAR = 0.015  # a line with about the default's bytes or fewer, and so near to it, deserves more seeds
 
 
 class Cost(NamedTuple):
@@ -152,10 +153,12 @@ def best_three(outcomes: Mapping[str, Outcome]) -> list[str]:
 
 
 def close_lines(outcomes: Mapping[str, Outcome]) -> list[str]:
-    """Return the names of the references, and of the lines with at most `CLOSE` times the fewest bytes."""
-    ranked = rank(outcomes)
-    close = [each.name for each in ranked if each.cost.total <= CLOSE * ranked[0].cost.total]
-    return list(dict.fromkeys([PLAIN, DEFAULT, *close]))
+    """Return the names of the references, and of the lines that are close to the default or beat it."""
+    ranked, names = rank(outcomes), [PLAIN, DEFAULT]
+    if (default := outcomes.get(DEFAULT)) and default.reached:
+        cheap = (each for each in ranked if each.cost.total <= CLOSE * default.cost.total)
+        names += [each.name for each in cheap if each.final >= default.final - NEAR]
+    return list(dict.fromkeys(names))
 
 
 def pareto(outcomes: Mapping[str, Outcome]) -> list[Outcome]:

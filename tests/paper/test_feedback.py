@@ -157,12 +157,17 @@ def test_who_is_best_close_and_on_the_frontier() -> None:
                outcome("e", math.inf, 0.9), outcome("a-adam", 50, 0.3))  # fmt: skip
     assert [each.name for each in measures.rank(found)] == ["a-adam", "a", "b", "c", "d"]
     assert measures.best_three(found) == ["a", "b", "c"]
-    assert measures.close_lines({n: o for n, o in found.items() if n != "a-adam"}) == [
-        "none",
-        "default",
-        "a",
-        "b",
-    ]
+    del found["a-adam"]
+    assert [each.name for each in measures.pareto(found)] == ["a", "b", "d"]
+
+
+def test_which_lines_deserve_more_seeds() -> None:
+    """Those with at most 1.25 times the default's bytes that end at most 1.5 points behind it."""
+    default = outcome("default", 100, 0.5)
+    found = of(default, outcome("a", 125, 0.485), outcome("b", 126, 0.9), outcome("c", 10, 0.484),
+               outcome("d", 10, 0.6), outcome("e", math.inf, 0.9), outcome("none", 900))  # fmt: skip
+    assert measures.close_lines(found) == ["none", "default", "d", "a"]
+    assert measures.close_lines(of(outcome("default", math.inf), outcome("a", 10))) == ["none", "default"]
 
 
 def test_a_line_reaches_the_target_if_all_seeds_do() -> None:
