@@ -61,7 +61,7 @@ def describe_runs(found: Mapping[str, SealedCell]) -> str:
     hardware = ", ".join(sorted({cell.made["hardware"] for cell in found.values()}))
     versions = ", ".join(sorted({cell.made["version"] for cell in found.values()}))
     seconds = sum(cell.made["seconds"] / cell.made.get("together", 1) for cell in found.values())
-    return f"{len(found)} runs of cfedavg {versions} on {hardware}, {seconds / 60:.0f} minutes in all."
+    return f"{len(found)} runs of cfedavg {versions} on {hardware}, {seconds / 60:.0f} minutes on the clock."
 
 
 def _section(grid: Experiment, target: float, outcomes: Outcomes) -> Iterator[str]:
