@@ -89,6 +89,7 @@ paper: install  ## figures, tables and pages of paper/ again, from the cells in 
 	$(BIN)/python -m paper.cfedavg claims
 	$(BIN)/python -m paper.niid_bench draw
 	$(BIN)/python -m paper.shakespeare draw
+	$(BIN)/python -m paper.feedback draw
 	$(BIN)/python -m paper.overview
 
 fuzz: install  ## ten million mutated messages: only WireError, no growing memory

@@ -31,6 +31,8 @@ OUTSIDE = {
     "paper/niid_bench/table.md": "paper/niid_bench/table.md",
     "paper/shakespeare/README.md": "paper/shakespeare/index.md",
     "paper/shakespeare/table.md": "paper/shakespeare/table.md",
+    "paper/feedback/README.md": "paper/feedback/index.md",
+    "paper/feedback/results/cpu/page.md": "paper/feedback/results/cpu/page.md",
     "examples/notebook.ipynb": "start/notebook.md",
 }
 # The files from which the pages of the reference are generated.

@@ -28,6 +28,7 @@ PAGES = [
         for folder in (".", "cfedavg", "niid_bench", "shakespeare")
         for page in sorted((ROOT / "paper" / folder).glob("*.md"))
     ),
+    *sorted((ROOT / "paper/feedback").rglob("*.md")),
 ]
 README = ROOT / "README.md"
 SNIPPETS = [

@@ -26,6 +26,7 @@ PAGES = [
     ROOT / "README.md",
     *sorted((ROOT / "docs").rglob("*.md")),
     ROOT / "paper/cfedavg/README.md",
+    ROOT / "paper/feedback/README.md",
     ROOT / "CONTRIBUTING.md",
 ]
 EXTERNAL = re.compile(r"<(?:script|img|link|iframe)[^>]+(?:src|href)=[\"']?(https?:)?//")

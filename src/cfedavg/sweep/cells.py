@@ -34,8 +34,8 @@ from cfedavg.simulate.steps import Steps, finish
 # The metrics of each round that a cell keeps. Bytes and counts are integers and are not rounded.
 COLUMNS = (
     "train_loss", "test_loss", "test_accuracy", "client_accuracy_min", "uplink_bytes", "model_sizes_sent",
-    "total_bytes", "delta_norm2", "delta_norm", "error_norm2", "error_norm", "alpha", "snr_min",
-    "local_steps_mean", "simulated_seconds",
+    "total_bytes", "first_download_bytes", "delta_norm2", "delta_norm", "error_norm2", "error_norm",
+    "alpha", "snr_min", "local_steps_mean", "simulated_seconds",
 )  # fmt: skip
 NOTHING = "–"  # in a table, where there is no number
 CELLS = "cells"  # the folder of the sealed files
