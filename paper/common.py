@@ -7,13 +7,13 @@ import itertools
 import shlex
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from cfedavg import Callback, InputError
-from cfedavg.sweep import SealedCell, Study, Sweep
+from cfedavg.sweep import CELLS, SealedCell, Study, Sweep, is_beginning, read_cells
 
 NOT_RUN = "not run"
 TYPED = ("device", "precision", "data_dir")  # options of `run` that are fields of a run's configuration
@@ -31,17 +31,23 @@ class Voice(Callback):
         return None
 
 
-def run_parser(seeds: int | None) -> argparse.ArgumentParser:
-    """Return the parser of the options that every `run` has; `seeds` is the default of --seeds."""
+def run_parser() -> argparse.ArgumentParser:
+    """Return the parser of the options that every `run` has."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--seeds", type=int, default=seeds, help="run each cell with seeds 0, 1, ...")
-    parser.add_argument("--rounds", type=int, help="only the first rounds of each run")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop after this many minutes")
     parser.add_argument("--resume", action="store_true", help="continue what an earlier call began")
     parser.add_argument("--together", type=int, default=0, help="runs side by side; 0: as many as fill a GPU")
     parser.add_argument("--only", action="append", help="cells of these names; * stands for anything")
     for name in TYPED:
         parser.add_argument(f"--{name.replace('_', '-')}", help="as in `cfedavg run`")
+    return parser
+
+
+def seeds_parser(seeds: int | None) -> argparse.ArgumentParser:
+    """Return the parser of the options --seeds, by default `seeds`, and --rounds."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--seeds", type=int, default=seeds, help="run each cell with seeds 0, 1, ...")
+    parser.add_argument("--rounds", type=int, help="only the first rounds of each run")
     return parser
 
 
@@ -64,7 +70,8 @@ def parse_table(
     parser = argparse.ArgumentParser(f"python -m {module}", description=doc)
     commands = parser.add_subparsers(dest="command", required=True)
     shared = shared_parser(folder / "results")
-    adder = commands.add_parser("run", parents=[shared, run_parser(seeds)], help="run the missing cells")
+    parents = [shared, seeds_parser(seeds), run_parser()]
+    adder = commands.add_parser("run", parents=parents, help="run the missing cells")
     adder.add_argument("names", nargs="+", metavar="NAME", help=", ".join(names))
     drawer = commands.add_parser("draw", parents=[shared], help="write the page of the finished cells")
     drawer.add_argument("--page", type=Path, default=folder / "table.md")
@@ -90,7 +97,7 @@ def run_cells(
     sweep.open(resume=given.resume)
     command = [*words, "--scale", given.scale]
     for key in ("seeds", "rounds"):
-        command += [f"--{key}", str(value)] if (value := getattr(given, key)) else []
+        command += [f"--{key}", str(value)] if (value := getattr(given, key, None)) else []
     for key, value in typed_options(given).items():
         command += ["--" + key.replace("_", "-"), "DIR" if key == "data_dir" else value]
     return sweep.run(
@@ -99,6 +106,12 @@ def run_cells(
         show=lambda *_: nullcontext(voice()),
         together=given.together,
     )
+
+
+def read_planned(out: Path, planned: Mapping[str, dict[str, Any]]) -> dict[str, SealedCell]:
+    """Return the cells in a folder whose settings are those in `planned`, or their first rounds."""
+    found = read_cells(out / CELLS)
+    return {n: c for n, c in found.items() if n in planned and is_beginning(c.settings, planned[n])}
 
 
 def judge_count(good: int, ran: int, planned: int, bar: int) -> str:

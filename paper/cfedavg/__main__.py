@@ -88,7 +88,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m paper.cfedavg", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     shared = common.shared_parser(RESULTS)
-    runner = [shared, common.run_parser(seeds=1)]
+    runner = [shared, common.seeds_parser(1), common.run_parser()]
     adder = commands.add_parser("run", parents=runner, help="run the missing cells, and draw")
     adder.add_argument("names", nargs="+", metavar="NAME", help=", ".join(names()))
     drawer = commands.add_parser("draw", parents=[shared], help="draw figures and tables from cells")

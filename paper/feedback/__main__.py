@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import shlex
 import sys
-from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cfedavg import Callback, InputError
+from cfedavg import InputError
 from cfedavg.report import save_as
-from cfedavg.sweep import CELLS, SealedCell, Sweep, is_beginning, read_cells
+from cfedavg.sweep import SealedCell
+from paper import common
 from paper.feedback import experiment, page, pictures
 from paper.feedback.experiment import Experiment
 from paper.feedback.measures import best_three, close_lines, judge_grid
@@ -22,18 +22,6 @@ PAGE = "page.md"
 PICTURES = ("families", "frontier", "target")  # of each grid
 SEEDS = (0, 1, 2)
 STAGES = ("lines", "adam", "seeds")
-_TYPED = ("device", "precision", "data_dir")  # options that are fields of a run's configuration
-
-
-class Voice(Callback):
-    """A callback that prints the messages of a run and its accuracy."""
-
-    def on_message(self, text: str) -> None:
-        print(text, flush=True)
-
-    def on_row(self, row: dict[str, Any]) -> None:
-        if "test_accuracy" in row:
-            print(f"round {row['round'] + 1}: accuracy {row['test_accuracy']:.2%}", flush=True)
 
 
 def find(names: list[str], scale: str, **typed: Any) -> list[Experiment]:
@@ -47,8 +35,7 @@ def find(names: list[str], scale: str, **typed: Any) -> list[Experiment]:
 def read_scale(out: Path, grids: list[Experiment]) -> dict[str, SealedCell]:
     """Return the cells in a folder that belong to the grids; cells of other settings are left out."""
     planned = {name: each for grid in grids for name, each in grid.cells(SEEDS).items()}
-    found = read_cells(out / CELLS)
-    return {n: c for n, c in found.items() if n in planned and is_beginning(c.settings, planned[n])}
+    return common.read_planned(out, planned)
 
 
 def plan(grids: list[Experiment], found: dict[str, SealedCell], stage: str) -> list[Experiment]:
@@ -68,18 +55,10 @@ def plan(grids: list[Experiment], found: dict[str, SealedCell], stage: str) -> l
 
 def run(given: argparse.Namespace) -> None:
     """Run the missing cells of a stage of grids."""
-    typed = {key: value for key in _TYPED if (value := getattr(given, key))}
-    out, grids = given.out / given.scale, find(given.names, given.scale, **typed)
-    sweep = Sweep(plan(grids, read_scale(out, grids), given.stage), out, None, given.only or ("*",))
-    sweep.open(resume=given.resume)
-    words = ["python", "-m", "paper.feedback", "run", *given.names, "--scale", given.scale]
-    words += ["--stage", given.stage]
-    for key, value in typed.items():
-        words += ["--" + key.replace("_", "-"), "DIR" if key == "data_dir" else value]
-    sweep.run(
-        command=shlex.join(words), minutes=given.minutes, show=lambda *_: nullcontext(Voice()),
-        together=given.together,
-    )  # fmt: skip
+    given.out /= given.scale
+    grids = find(given.names, given.scale, **common.typed_options(given))
+    words = ["python", "-m", "paper.feedback", "run", *given.names, "--stage", given.stage]
+    common.run_cells(plan(grids, read_scale(given.out, grids), given.stage), given, words)
 
 
 def draw(given: argparse.Namespace) -> None:
@@ -115,7 +94,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     """Return the parsed command line."""
     parser = argparse.ArgumentParser("python -m paper.feedback", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    adder = commands.add_parser("run", help="run the missing cells of grids")
+    adder = commands.add_parser("run", parents=[common.run_parser()], help="run the missing cells of grids")
     adder.add_argument("names", nargs="*", metavar="NAME", help="grids, such as mnist-10; all of the scale")
     adder.add_argument("--scale", default="full", help="cpu: an hour on a core; full: an hour on a GPU")
     adder.add_argument(
@@ -123,12 +102,6 @@ def parse(words: list[str]) -> argparse.Namespace:
         help="lines: every line, seed 0; adam: the best three under the server optimiser adam; "
         "seeds: the close ones with seeds 0, 1, 2",
     )  # fmt: skip
-    adder.add_argument("--only", action="append", help="cells of these names; * stands for anything")
-    adder.add_argument("--minutes", type=float, default=float("inf"), help="stop after this many minutes")
-    adder.add_argument("--resume", action="store_true", help="continue what an earlier call began")
-    adder.add_argument("--together", type=int, default=0, help="cells side by side; 0: as many as fill a GPU")
-    for name in _TYPED:
-        adder.add_argument(f"--{name.replace('_', '-')}", help="as in `cfedavg run`")
     drawer = commands.add_parser("draw", help="draw the pictures and write the page, from cells")
     drawer.add_argument("--scale", help="cpu or full; all that have cells")
     for command in (adder, drawer):
@@ -139,14 +112,7 @@ def parse(words: list[str]) -> argparse.Namespace:
 def main(words: list[str]) -> int:
     """Run the command and return its exit code; bad input prints one sentence and returns 2."""
     given = parse(words)
-    try:
-        {"run": run, "draw": draw}[given.command](given)
-    except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return common.exit_code(partial({"run": run, "draw": draw}[given.command], given))
 
 
 if __name__ == "__main__":

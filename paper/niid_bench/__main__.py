@@ -7,7 +7,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from cfedavg.sweep import CELLS, SealedCell, is_beginning, read_cells
+from cfedavg.sweep import SealedCell
 from paper import common
 from paper.niid_bench import table
 from paper.niid_bench.experiment import load, names, read
@@ -34,12 +34,7 @@ def cells_of_scale(out: Path, scale: str = "paper") -> dict[str, SealedCell]:
     planned = {
         k: v for name in names() for k, v in load(name, scale).cells(range(read("grid")["seeds"])).items()
     }
-    found = read_cells(out / CELLS)
-    return {
-        name: cell
-        for name, cell in found.items()
-        if name in planned and is_beginning(cell.settings, planned[name])
-    }
+    return common.read_planned(out, planned)
 
 
 def main(words: list[str]) -> int:

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cfedavg.sweep import CELLS, SealedCell, is_beginning, read_cells
+from cfedavg.sweep import CELLS, SealedCell, read_cells
 from paper import common
 from paper.shakespeare import table
 from paper.shakespeare.experiment import NAMES, choose_rates, load, read
@@ -46,17 +46,12 @@ def draw(given: argparse.Namespace) -> None:
 
 def cells_of_scale(out: Path, scale: str = "paper") -> dict[str, SealedCell]:
     """Return the cells of a folder whose settings are those of a scale."""
-    found = read_cells(out / CELLS)
-    rates = choose_rates(found, scale)
+    rates = choose_rates(read_cells(out / CELLS), scale)
     grids = [load("search", None, scale)]
     if len(rates) == len(read("grid")["work"]):
         grids += [load(name, rates, scale) for name in NAMES[1:]]
     planned = {name: settings for grid in grids for name, settings in grid.cells(range(20)).items()}
-    return {
-        name: cell
-        for name, cell in found.items()
-        if name in planned and is_beginning(cell.settings, planned[name])
-    }
+    return common.read_planned(out, planned)
 
 
 def main(words: list[str]) -> int:
