@@ -1,6 +1,7 @@
 /* Decode golden messages and mutants of them: fuzz FOLDER MUTANTS [SEED].
  *
- * Every golden message must come back from `cfedavg_encode` with the same bytes. A mutant must be refused, or be a
+ * Every golden message must come back from `cfedavg_encode` with the same bytes, but for levels of few magnitudes
+ * that an earlier encoder has coded as INT8. A mutant must be refused, or be a
  * payload that can be encoded and decoded again. The sanitizers, with which this program is built, see the rest.
  */
 #include <dirent.h>
@@ -140,7 +141,7 @@ static void check_golden(Fuzzer *fuzzer)
         if (error) {
             fail(cfedavg_explain(error), "golden message");
         }
-        encode_again(&payload, &header, golden, 1);
+        encode_again(&payload, &header, golden, header.kind != CFEDAVG_INT8 || payload.top < 2 || payload.top > 15);
         cfedavg_free_payload(&payload);
     }
 }
