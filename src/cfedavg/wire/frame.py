@@ -225,7 +225,7 @@ def header_rows(header: Header) -> Rows:
     values = {
         Kind.BF16: "bf16",
         Kind.PER_LEVEL: "levels of 8 bits, with a scale for each magnitude",
-        Kind.FEW: "levels of 8 bits, few, with scales",
+        Kind.FEW: "levels of 8 bits and few magnitudes, with scales",
     }.get(header.kind, values)
     return [
         ("version", f"{header.version}"),
