@@ -1,6 +1,7 @@
 """The payloads behind the files in tests/golden: made of keyed integers, so the same everywhere.
 
 `cases` has those of version 1, `whole_float_cases` those of version 2, `version_3_cases` those of version 3.
+`earlier_cases` has messages of version 1 that are read, but not made any more.
 
 `python -m tests.golden_cases` writes the files that are missing. A file that is there stays as it is: other
 bytes for the same payload need a new version of the format, and new files.
@@ -77,6 +78,27 @@ def per_level(top: int, block: int, k: int) -> Levels:
     return Levels(np.where(turned, -magnitudes, magnitudes).astype(np.int8), scales, block, top, True)
 
 
+def few(top: int, block: int, k: int) -> Levels:
+    """Levels like those of `per_level`, from 0 on and with one scale for each block."""
+    made, scales = per_level(top + 1, 0, k).levels, levels(top, block, k).scales
+    return Levels(made - np.sign(made), scales, block, top)
+
+
+def settled(k: int) -> dict[str, Levels]:
+    """Levels of all coordinates of NET whose signs follow rows until one prediction wins, then the product of
+    rows and columns; and the other way round.
+    """
+    rows, columns = 1 - 2 * draw("rows of fc", 40, 2), 1 - 2 * draw("columns of fc", 50, 2)
+    by_row, product = rows.repeat(50), np.outer(rows, columns).reshape(-1)
+    made, fc, signs = few(3, 64, k), list(NET.slices())[2], np.ones(k, np.int64)
+    found = {}
+    for kind, first, then, cut in (("rows", by_row, product, 350), ("product", product, by_row, 1000)):
+        signs[fc] = np.append(first[:cut], then[cut:])
+        turned = np.where(draw("noise", k, 100) < 20, -signs, signs)
+        found[kind] = Levels((abs(made.levels) * turned).astype(np.int8), made.scales, 64, 3)
+    return found
+
+
 def in_chunks(layout: Layout, chunk: int, n: int) -> np.ndarray:
     """Return n indices of each chunk, which crowd in some rows and columns."""
     crowd = np.zeros(layout.d, np.int64)
@@ -148,7 +170,7 @@ def version_3_cases() -> Iterator[tuple[str, Layout, Payload]]:
             ("listed", listed, None),
         ):
             k = layout.d if indices is None else len(indices)
-            for kind, values in kinds_per_level(k).items():
+            for kind, values in (kinds_per_level(k) | kinds_of_few(k)).items():
                 offsets = np.array([0, k])
                 yield f"{net}-{where}-{kind}", layout, Payload(layout.d, offsets, indices, values, drawn_by)
         indices = in_chunks(layout, 64, 5)
@@ -160,6 +182,8 @@ def version_3_cases() -> Iterator[tuple[str, Layout, Payload]]:
             for kind, values in every_kind(k).items():
                 offsets = np.array([0, k])
                 yield f"{net}-{where}-{kind}", layout, Payload(layout.d, offsets, None, values, None, basis)
+    for kind, of_net in settled(NET.d).items():
+        yield f"net-all-{kind}", NET, Payload(NET.d, np.array([0, NET.d]), None, of_net)
     nothing = Payload(NET.d, np.array([0, 0]), np.empty(0, np.int64), per_level(2, 64, 0))
     yield "net-nothing-two", NET, nothing
 
@@ -169,10 +193,27 @@ def kinds_per_level(k: int) -> dict[str, Floats | Levels]:
     return {"one": per_level(1, 256, k), "two": per_level(2, 64, k), "eight": per_level(8, 0, k)}
 
 
+def kinds_of_few(k: int) -> dict[str, Floats | Levels]:
+    """Return levels of the least and the most magnitudes that count as few, and those of int3."""
+    return {"qsgd2": few(2, 256, k), "int3": few(3, 64, k), "int5": few(15, 0, k)}
+
+
+def earlier_cases() -> Iterator[tuple[str, Layout, Payload]]:
+    """Name, layout and payload of messages of version 1 with values that are sent as kind FEW now.
+
+    The encoder before kind FEW has made them.
+    """
+    for name, layout, payload in version_3_cases():
+        _, where, kind = name.split("-")
+        if where in ("all", "drawn", "listed") and kind in ("qsgd2", "int3", "int5"):
+            yield name, layout, payload
+
+
 def every_kind(k: int) -> dict[str, Floats | Levels]:
     """Return k values of every kind."""
     found: dict[str, Floats | Levels] = {dtype: floats(dtype, k) for dtype in ("fp32", "fp64", "bf16")}
-    return found | {"int8": levels(127, 64, k), "qsgd500": levels(500, 256, k), "two": per_level(2, 64, k)}
+    found |= {"int8": levels(127, 64, k), "qsgd500": levels(500, 256, k), "two": per_level(2, 64, k)}
+    return found | {"int3": few(3, 64, k)}
 
 
 def whole(values: Floats) -> Payload:

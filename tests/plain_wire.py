@@ -18,14 +18,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 ALL, DRAWN, LISTED, ROTATED, FACTORED, CHUNKED = range(6)  # where
-FP32, FP64, BF16, LEVELS8, LEVELS16, PER_LEVEL = range(6)  # kind
+FP32, FP64, BF16, LEVELS8, LEVELS16, PER_LEVEL, FEW = range(7)  # kind
 PLAIN, CODED = range(2)  # coding
 
 HEADER = struct.Struct("<4s4B5QI3Q")
 VALUES_A_BYTE = 11_354
 MASK64 = 2**64 - 1
+FINAL = 2**20  # the lead of one prediction of signs that decides, with kind 6
 HIGHEST = {  # magnitudes
-    FP32: 0x7F7F, FP64: 0x7FEF, BF16: 0x7F7F, LEVELS8: 2**7 - 1, LEVELS16: 2**15 - 1, PER_LEVEL: 2**7 - 1
+    FP32: 0x7F7F, FP64: 0x7FEF, BF16: 0x7F7F, LEVELS8: 2**7 - 1, LEVELS16: 2**15 - 1, PER_LEVEL: 2**7 - 1,
+    FEW: 2**7 - 1,
 }  # fmt: skip
 
 
@@ -99,7 +101,7 @@ def decode(
             read_scales(message, copied)
         heads = (
             read_levels(message, coded, tensors)
-            if header.kind == PER_LEVEL
+            if header.kind in (PER_LEVEL, FEW)
             else read_heads(message, coded, tensors)
         )
         message.values = join(header.kind, heads, copied)
@@ -119,11 +121,11 @@ def read_header(data: bytes) -> Header:
     require(header.magic == b"CFAV", "not a message: wrong magic")
     require(header.version in (1, 2, 3), "unknown version")
     require(header.where <= (CHUNKED if header.version == 3 else LISTED), "unknown where")
-    require(header.kind <= (PER_LEVEL if header.version == 3 else LEVELS16), "unknown kind")
+    require(header.kind <= (FEW if header.version == 3 else LEVELS16), "unknown kind")
     require(header.coding <= CODED, "unknown coding")
     whole_floats = header.where == ALL and header.kind in (FP32, FP64)
     version = 2 if whole_floats and header.coding == CODED else 1
-    version = 3 if header.where >= ROTATED or header.kind == PER_LEVEL else version
+    version = 3 if header.where >= ROTATED or header.kind >= PER_LEVEL else version
     require(header.version == version, "the version does not go with where, kind and coding")
     return header
 
@@ -601,14 +603,15 @@ def read_heads(message: Message, section: bytes, tensors: list[Tensor]) -> list[
 
 
 def read_levels(message: Message, section: bytes, tensors: list[Tensor]) -> list[tuple[int, int]]:
-    """Sign and magnitude of every level with a scale of its own."""
-    k, top = message.header.k, message.top
+    """Sign and magnitude of every level of the kinds 5 and 6."""
+    k, top, is_few = message.header.k, message.top, message.header.kind == FEW
+    least = 0 if is_few else 1
     if k == 0:
         require(not section, "section 2 must be empty")
         return []
     assert top is not None
     stream = Stream(section)
-    bits = (top - 1).bit_length()
+    bits = (top - least).bit_length()
     magnitudes, differences = contexts(8 * 2**bits), contexts(17)
     signs: dict[tuple[int, int], Context] = {}
     votes: dict[tuple[str, int, int], int] = {}
@@ -617,24 +620,33 @@ def read_levels(message: Message, section: bytes, tensors: list[Tensor]) -> list
         node = 1
         for _ in range(bits):
             node = 2 * node + stream.bit(magnitudes[(mean >> 13) * 2**bits + node])
-        magnitude = node - 2**bits + 1
+        magnitude = node - 2**bits + least
         require(magnitude <= top, "a value exceeds top")
-        mean += ((magnitude - 1) * (65535 // max(top - 1, 1)) >> 3) - (mean >> 3)
+        mean += ((magnitude - least) * (65535 // max(top - least, 1)) >> 3) - (mean >> 3)
+        if magnitude == 0:
+            heads.append((0, 0))
+            continue
+        of_row = signs.setdefault((number, row), Context())
+        if is_few and lead >= FINAL:
+            heads.append((stream.bit(of_row), magnitude))
+            continue
         R, C = votes.get(("row", number, row), 0), votes.get(("column", number, column), 0)
         which = expected = 0
         if R != 0 and C != 0:
             which, expected = abs(R).bit_length() + abs(C).bit_length(), int((R < 0) != (C < 0))
-        of_row, of_votes = signs.setdefault((number, row), Context()), differences[which]
+        of_votes = differences[which]
         p, q = of_votes.p, of_row.p
         if lead > 0:
             sign = stream.bit(of_row)
             of_votes.learn(sign ^ expected)
         else:
             sign = stream.bit(of_votes) ^ expected
-            of_row.learn(sign)
-        u = 65536 - p if sign ^ expected else p
-        v = 65536 - q if sign else q
-        lead += (u * u >> 16) - (v * v >> 16)
+        if not is_few or lead > -FINAL:
+            if lead <= 0:
+                of_row.learn(sign)
+            u = 65536 - p if sign ^ expected else p
+            v = 65536 - q if sign else q
+            lead += (u * u >> 16) - (v * v >> 16)
         s = -1 if sign else 1
         if R == C == 0:
             R_next, C_next = s, 1
@@ -669,7 +681,9 @@ def read_scales(message: Message, section: bytes) -> None:
     message.block, message.top = struct.unpack_from("<IH", section)
     message.scales = split_numbers(section[6:], 4)
     require(all(finite(scale, FP32) for scale in message.scales), "a scale is not finite")
-    require(message.header.kind != PER_LEVEL or 1 <= message.top <= 127, "top is not from 1 to 127")
+    require(
+        message.header.kind not in (PER_LEVEL, FEW) or 1 <= message.top <= 127, "top is not from 1 to 127"
+    )
 
 
 def join(kind: int, heads: list[tuple[int, int]], section: bytes) -> list[int]:

@@ -26,8 +26,9 @@ extern "C" {
  * of which each chunk sends equally many. */
 enum { CFEDAVG_ALL, CFEDAVG_DRAWN, CFEDAVG_LISTED, CFEDAVG_ROTATED, CFEDAVG_FACTORED, CFEDAVG_CHUNKED };
 /* The number format of values: floats, or integer levels with scales. bf16 numbers are bits in uint16_t. PER_LEVEL
- * values are levels in int8_t, with a scale for each magnitude. */
-enum { CFEDAVG_FP32, CFEDAVG_FP64, CFEDAVG_BF16, CFEDAVG_INT8, CFEDAVG_INT16, CFEDAVG_PER_LEVEL };
+ * values are levels in int8_t, with a scale for each magnitude. FEW stands in headers only, for INT8 values that are
+ * coded by their neighbours, since `top` is small. */
+enum { CFEDAVG_FP32, CFEDAVG_FP64, CFEDAVG_BF16, CFEDAVG_INT8, CFEDAVG_INT16, CFEDAVG_PER_LEVEL, CFEDAVG_FEW };
 /* The kinds of broadcasts. */
 enum { CFEDAVG_CHAIN, CFEDAVG_CHANGES, CFEDAVG_WHOLE };
 
@@ -121,7 +122,7 @@ typedef struct {
     uint64_t d;
     uint64_t k;       /* how many values are sent */
     int where;        /* CFEDAVG_ALL, _DRAWN, _LISTED, _ROTATED or _FACTORED */
-    int kind;         /* CFEDAVG_FP32 ... */
+    int kind;         /* CFEDAVG_FP32 ... _PER_LEVEL */
     int64_t *indices; /* with CFEDAVG_DRAWN and _LISTED: k increasing coordinates; else NULL */
     int64_t key;      /* with CFEDAVG_DRAWN, which coordinates `cfedavg_draw` returns for key and keep; with
                        * CFEDAVG_ROTATED, which signs: see docs/wire.md */
@@ -143,7 +144,7 @@ typedef struct {
 typedef struct {
     int version;
     int where; /* CFEDAVG_ALL ... _CHUNKED */
-    int kind;
+    int kind;   /* CFEDAVG_FP32 ... _FEW */
     int coding; /* 0 plain, 1 coded */
     uint64_t schema;
     uint64_t d;

@@ -114,9 +114,9 @@ static int read_numbers(Section section, const cfedavg_layout *layout, const cfe
     }
     make_rows_of(&rows, layout, payload);
     words = words_of(section, &length);
-    if (words && payload->kind == CFEDAVG_PER_LEVEL) {
+    if (words && payload->kind >= CFEDAVG_PER_LEVEL) {
         read = cfedavg_decode_levels(words, length, numbers, (int64_t)payload->k, payload->indices, rows.shapes,
-                                     rows.tensors, largest);
+                                     rows.tensors, least_of(payload->kind), largest);
     } else if (words) {
         read = cfedavg_decode_numbers(words, length, numbers, (int64_t)payload->k, payload->indices, rows.ends,
                                       rows.n, is_float(payload->kind), largest);
@@ -272,6 +272,7 @@ int cfedavg_decode(const uint8_t *data, size_t length, const cfedavg_layout *lay
         cfedavg_free_payload(&made);
         return error;
     }
+    made.kind = made.kind == CFEDAVG_FEW ? CFEDAVG_INT8 : made.kind;
     *payload = made;
     if (header) {
         *header = found;

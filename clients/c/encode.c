@@ -20,10 +20,19 @@ typedef struct {
     const cfedavg_layout *layout;
     const cfedavg_payload *payload;
     int where;    /* as the header says it */
+    int kind;     /* likewise */
     Coded places; /* with CFEDAVG_LISTED */
     Coded values; /* with coding CODED */
     int coding;
 } Message;
+
+/* Return the kind in the header: levels of few magnitudes have one of their own. */
+static int kind_of(const cfedavg_payload *payload)
+{
+    int is_few = payload->kind == CFEDAVG_INT8 && payload->top >= 2 && payload->top <= MOST_FEW;
+
+    return is_few ? CFEDAVG_FEW : payload->kind;
+}
 
 /* Return the upper 16 bits of value i (sign and magnitude of a level), and its lower bits in *lower. */
 static uint16_t number_at(const cfedavg_payload *payload, uint64_t i, uint64_t *lower)
@@ -215,9 +224,9 @@ static int code_numbers(Message *message, uint16_t *numbers)
     const cfedavg_payload *payload = message->payload;
     ValueRows rows;
     const int64_t *indices = payload->where == CFEDAVG_ALL ? NULL : payload->indices;
-    /* A number takes at most 34 bits: 16 for the symbol, 7 for the other bits, 11 for the sign. A level with a scale
-     * for each magnitude takes up to 8 times 11. */
-    int64_t k = (int64_t)payload->k, room = (payload->kind == CFEDAVG_PER_LEVEL ? 3 * k : k * 5 / 4) + 64, n;
+    /* A number takes at most 34 bits: 16 for the symbol, 7 for the other bits, 11 for the sign. A level that its
+     * neighbours predict takes up to 8 times 11. */
+    int64_t k = (int64_t)payload->k, room = (message->kind >= CFEDAVG_PER_LEVEL ? 3 * k : k * 5 / 4) + 64, n;
 
     for (uint64_t i = 0; i < payload->k; i++) {
         uint64_t lower;
@@ -229,9 +238,9 @@ static int code_numbers(Message *message, uint16_t *numbers)
     if (!message->values.words) {
         return CFEDAVG_NO_MEMORY;
     }
-    if (payload->kind == CFEDAVG_PER_LEVEL) {
+    if (message->kind >= CFEDAVG_PER_LEVEL) {
         n = cfedavg_encode_levels(message->values.words, room, numbers, k, indices, rows.shapes, rows.tensors,
-                                  payload->top);
+                                  least_of(message->kind), payload->top);
     } else {
         n = cfedavg_encode_numbers(message->values.words, room, numbers, k, indices, rows.ends, rows.n,
                                    is_float(payload->kind), SIGN - 1);
@@ -319,7 +328,7 @@ static int write_message(const Message *message, const cfedavg_sender *sender, u
     size_t fixed = write_fixed(basis, payload), places = fixed ? fixed : message->places.length;
     size_t coded = message->values.length, copied = write_copied(NULL, message);
     size_t size = LEAST + places + coded + copied;
-    cfedavg_header header = {0, message->where, payload->kind, message->coding, message->layout->schema,
+    cfedavg_header header = {0, message->where, message->kind, message->coding, message->layout->schema,
                              payload->d, payload->k, *sender, {places, coded, copied}};
     uint8_t *made = malloc(size), *at;
 
@@ -341,7 +350,7 @@ static int write_message(const Message *message, const cfedavg_sender *sender, u
 int cfedavg_encode(const cfedavg_layout *layout, const cfedavg_payload *payload, const cfedavg_sender *sender,
                    int code_floats, uint8_t **message, size_t *length)
 {
-    Message parts = {layout, payload, payload->where, {NULL, 0}, {NULL, 0}, CODED};
+    Message parts = {layout, payload, payload->where, kind_of(payload), {NULL, 0}, {NULL, 0}, CODED};
     int error = check_payload(payload, layout);
 
     if (!error) {

@@ -6,7 +6,7 @@ static const uint8_t MAGIC[4] = {'C', 'F', 'A', 'V'};
 
 static int version_of(int where, int kind, int coding)
 {
-    if (where >= CFEDAVG_ROTATED || kind == CFEDAVG_PER_LEVEL) {
+    if (where >= CFEDAVG_ROTATED || kind >= CFEDAVG_PER_LEVEL) {
         return 3;
     }
     return coding == CODED && may_be_plain(where, kind) ? 2 : 1;
@@ -57,7 +57,7 @@ int cfedavg_read_header(const uint8_t *data, size_t length, cfedavg_header *head
     if (found.where > (found.version == 3 ? CFEDAVG_CHUNKED : CFEDAVG_LISTED)) {
         return CFEDAVG_UNKNOWN_WHERE;
     }
-    if (found.kind > (found.version == 3 ? CFEDAVG_PER_LEVEL : CFEDAVG_INT16)) {
+    if (found.kind > (found.version == 3 ? CFEDAVG_FEW : CFEDAVG_INT16)) {
         return CFEDAVG_UNKNOWN_KIND;
     }
     if (found.coding > CODED) {

@@ -14,6 +14,7 @@
 #define SCALES 6 /* bytes of `block` and `top`, which precede the scales */
 #define VALUES_PER_BYTE 11354
 #define MOST_KEEP ((uint64_t)1 << 53)
+#define MOST_FEW 15 /* the largest `top` of levels that are sent as kind FEW */
 #define SIGN 0x8000 /* in a coded number; the magnitude is below */
 
 enum { PLAIN, CODED };
@@ -31,7 +32,7 @@ static inline int is_float(int kind)
 /* Return the bytes of a value. */
 static inline int size_of(int kind)
 {
-    static const int SIZES[] = {4, 8, 2, 1, 2, 1};
+    static const int SIZES[] = {4, 8, 2, 1, 2, 1, 1};
 
     return SIZES[kind];
 }
@@ -39,9 +40,15 @@ static inline int size_of(int kind)
 /* Return the upper 16 bits of the largest finite float, or the largest level. */
 static inline int64_t largest_of(int kind)
 {
-    static const int64_t LARGEST[] = {0x7F7F, 0x7FEF, 0x7F7F, 127, 32767, 127};
+    static const int64_t LARGEST[] = {0x7F7F, 0x7FEF, 0x7F7F, 127, 32767, 127, 127};
 
     return LARGEST[kind];
+}
+
+/* Return the least magnitude of levels of the kinds from PER_LEVEL on. */
+static inline int least_of(int kind)
+{
+    return kind == CFEDAVG_PER_LEVEL;
 }
 
 /* Return whether values may stay uncoded. */
@@ -63,7 +70,7 @@ static inline uint64_t count_scales(int kind, uint64_t k, uint64_t block, uint64
 
 static inline int top_fits(int kind, uint64_t top)
 {
-    return top <= (uint64_t)largest_of(kind) && (kind != CFEDAVG_PER_LEVEL || top > 0);
+    return top <= (uint64_t)largest_of(kind) && (kind < CFEDAVG_PER_LEVEL || top > 0);
 }
 
 /* Return whether the bits of an fp32 number are those of a finite number. */

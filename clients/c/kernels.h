@@ -10,7 +10,7 @@
 
 #include "cfedavg.h"
 
-#define KERNELS 2 /* rises when a function below changes its arguments or its result */
+#define KERNELS 3 /* rises when a function below changes its arguments or its result */
 #define NO_ROOM (-1)
 #define MOST_CELLS ((int64_t)1 << 56) /* of a vector; sums of positions stay in 64 bits */
 
@@ -42,13 +42,13 @@ CFEDAVG_API int64_t cfedavg_decode_numbers(const uint32_t *words, int64_t length
                                            const int64_t *indices, const int64_t *row_ends, int64_t rows,
                                            int zero_has_sign, int64_t largest);
 
-/* The same for levels from 1 to `top`, which is at most 127. */
+/* The same for magnitudes from `least`, 0 or 1, to `top`, which is at most 127. */
 CFEDAVG_API int64_t cfedavg_encode_levels(uint32_t *words, int64_t room, const uint16_t *numbers, int64_t n,
                                           const int64_t *indices, const int64_t *shapes, int64_t tensors,
-                                          int64_t top);
+                                          int64_t least, int64_t top);
 CFEDAVG_API int64_t cfedavg_decode_levels(const uint32_t *words, int64_t length, uint16_t *numbers, int64_t n,
                                           const int64_t *indices, const int64_t *shapes, int64_t tensors,
-                                          int64_t top);
+                                          int64_t least, int64_t top);
 
 /* `size` is that of a value in bytes: 4 or 8. */
 CFEDAVG_API int64_t cfedavg_find_bound(const void *bits, int size, int64_t d, int64_t k, int64_t stride,

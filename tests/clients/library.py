@@ -125,6 +125,7 @@ def to_c(payload: Payload) -> tuple[CPayload, list[np.ndarray]]:
     """Return a payload for C, and the arrays that it points to."""
     k, values, mask = payload.counts()[0], payload.values, payload.mask
     kind = kind_of(values)
+    kind = Kind.INT8 if kind is Kind.FEW else kind  # FEW stands in headers only
     made = CPayload(payload.d, k, where_of(payload), kind)
     data = values.data if isinstance(values, Floats) else values.levels
     arrays = [np.ascontiguousarray(data)]

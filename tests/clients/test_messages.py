@@ -25,7 +25,7 @@ from cfedavg.wire.format import where_of
 from tests.clients import library as lib
 from tests.clients.library import needs_compiler
 from tests.core.test_payload import assert_same
-from tests.golden_cases import FOLDER, cases, message, version_3_cases, whole_float_cases
+from tests.golden_cases import FOLDER, cases, earlier_cases, message, version_3_cases, whole_float_cases
 
 pytestmark = needs_compiler
 
@@ -54,6 +54,8 @@ def test_golden_messages() -> None:
             assert lib.encode(payload, layout, **sender, round=12, code_floats=version == 2) == pinned, name
             assert_same(lib.decode(pinned, layout, knows_sender=1, **sender), payload)
             assert message(payload, layout, code_floats=version == 2) == pinned
+    for name, layout, payload in earlier_cases():
+        assert_same(lib.decode((FOLDER / f"v1-{name}.cfa").read_bytes(), layout), payload)
 
 
 def draw_layout(rng: np.random.Generator) -> Layout:
@@ -74,7 +76,7 @@ def draw_values(rng: np.random.Generator, k: int) -> Floats | Levels:
         return Floats(numbers.astype(("float32", "float64")[kind]), ("fp32", "fp64")[kind])
     if kind == 2:
         return Floats(to_bf16(numbers), "bf16")
-    tops = {3: [0, 1, 7, 127], 4: [500, 32767], 5: [1, 2, 5, 8, 127]}[int(kind)]
+    tops = {3: [0, 1, 2, 3, 7, 15, 16, 127], 4: [500, 32767], 5: [1, 2, 5, 8, 127]}[int(kind)]
     top, block = int(rng.choice(tops)), int(rng.choice([0, 1, 7, 256]))
     if kind == 5:
         block = block if top < 3 else 256  # by default a receiver takes no more than 16 bytes a coordinate

@@ -100,7 +100,7 @@ def test_unknown_in_the_header(name: str, value: int, most: int, version: int) -
         decode(data, layout=FLAT)
 
 
-@pytest.mark.parametrize(("name", "value", "most"), [("where", 6, 5), ("kind", 6, 5), ("coding", 2, 1)])
+@pytest.mark.parametrize(("name", "value", "most"), [("where", 6, 5), ("kind", 7, 6), ("coding", 2, 1)])
 def test_unknown_in_the_header_of_version_3(name: str, value: int, most: int) -> None:
     data = with_bytes(forged(message(), **{name: value}), 4, b"\3")
     with refused(f"the header says {name} = {value}, but version 3 has only 0 to {most}"):
@@ -117,7 +117,7 @@ def test_unknown_in_the_header_of_version_3(name: str, value: int, most: int) ->
     ],
 )
 def test_version_3_is_for_what_the_others_cannot_say(selector: str, quantiser: str, what: str) -> None:
-    rule = "version 3 is for PER_LEVEL values, or for ROTATED, FACTORED or CHUNKED coordinates"
+    rule = "version 3 is for PER_LEVEL or FEW values, or for ROTATED, FACTORED or CHUNKED coordinates"
     with refused(f"{rule}, not for {what}"):
         decode(with_bytes(message(selector, quantiser), 4, b"\3"), layout=FLAT)
 
@@ -433,12 +433,12 @@ def test_a_scale_that_is_not_finite(bad: float) -> None:
             decode(forged(data, copied=forgery), layout=FLAT)
 
 
-@pytest.mark.parametrize("numbers", [[0, 8, 1], [8, 8, 8], [0x8008, 0, 0], [1, 32767, 2]])
+@pytest.mark.parametrize("numbers", [[0, 32, 1], [32, 32, 32], [0x8020, 0, 0], [1, 32767, 2]])
 def test_a_level_above_top(numbers: list[int]) -> None:
-    values = Levels(np.array([1, -7, 0], np.int8), np.ones(1, np.float32), 0, 7)
+    values = Levels(np.array([1, -31, 0], np.int8), np.ones(1, np.float32), 0, 31)
     data = encode(first_of_flat(values, 3), FLAT)
-    assert sections(data)[1] == coded([1, 0x8007, 0], False)
-    with refused("a level exceeds the largest magnitude, `top` = 7"):
+    assert sections(data)[1] == coded([1, 0x801F, 0], False)
+    with refused("a level exceeds the largest magnitude, `top` = 31"):
         decode(forged(data, coded=coded(numbers, False)), layout=FLAT)
 
 

@@ -29,10 +29,11 @@ def golden(name: str) -> tuple[Layout, bytes]:
     return layout, encode(sent, layout)
 
 
-def coded_levels(numbers: list[int], top: int) -> bytes:
+def coded_levels(numbers: list[int], top: int, least: int = 1) -> bytes:
     """Return a coded section with these levels of the first coordinates of FLAT."""
     words = np.empty(len(numbers) * 8 + 64, np.uint32)
-    n = encode_levels(words, np.array(numbers, np.uint16), np.arange(len(numbers)), FLAT_SHAPES, top)
+    at = np.arange(len(numbers))
+    n = encode_levels(words, np.array(numbers, np.uint16), at, FLAT_SHAPES, least, top)
     assert n
     return to_bytes(words, n)
 
@@ -108,6 +109,33 @@ def test_scales_of_each_level_of_the_wrong_length() -> None:
         words = f"the section of copied values must have {needed} bytes for k = 71, got 22"
         with refused(words):
             decode(forged(data, copied=struct.pack("<IH", block, top) + copied[6:]), layout=layout)
+
+
+@pytest.mark.parametrize("top", [0, 128, 65535])
+def test_a_top_that_few_levels_cannot_have(top: int) -> None:
+    layout, data = golden("flat-listed-int5")
+    with refused(f"`top` must be from 1 to 127 for FEW levels, got {top}"):
+        decode(forged(data, copied=struct.pack("<IHf", 0, top, 1.0)), layout=layout)
+
+
+def test_one_of_few_levels_above_top() -> None:
+    """Magnitudes from 0 to 4 take three bits, which may say 7."""
+    values = Levels(np.array([0, -4, 2], np.int8), np.ones(1, np.float32), 0, 4)
+    data = encode(first_of_flat(values, 3), FLAT)
+    assert sections(data)[1] == coded_levels([0, 0x8004, 2], 4, least=0)
+    for numbers in ([5, 1, 0], [0, 0x8007, 2], [1, 0, 5]):
+        with refused("a level exceeds the largest magnitude, `top` = 4"):
+            decode(forged(data, coded=coded_levels(numbers, 7, least=0)), layout=FLAT)
+    with refused("a level exceeds the largest magnitude, `top` = 4"):
+        encode(first_of_flat(replace(values, levels=np.array([1, -5, 2], np.int8)), 3), FLAT)
+
+
+def test_few_levels_need_version_3() -> None:
+    _, data = golden("flat-listed-int3")
+    for version in (1, 2):
+        other = data[:4] + bytes([version]) + data[5:]
+        with refused(f"the header says kind = 6, but version {version} has only 0 to 4"):
+            decode(other, layout=FLAT)
 
 
 @pytest.mark.parametrize("top", [0, 128, 65535])

@@ -19,7 +19,7 @@ from cfedavg import Layout, decode, encode, parse
 from cfedavg.compress import EXAMPLES
 from cfedavg.core import keys
 from cfedavg.core.keys import draw_coordinates, draw_into
-from cfedavg.core.payload import Floats, Payload
+from cfedavg.core.payload import Floats, Levels, Payload
 from cfedavg.models import cnn
 from cfedavg.wire import measure, read_header
 from cfedavg.wire.chunks import find_chunk
@@ -95,6 +95,20 @@ def test_coordinates_that_are_nearly_in_chunks(moved: int) -> None:
     message = encode(payload, layout)
     assert read_header(message).where is (Where.LISTED if moved else Where.CHUNKED)
     assert_same(decode(message, layout=layout), payload)
+
+
+def test_levels_of_the_default_are_few() -> None:
+    """Magnitudes that come in runs take less than their entropy, and signs of rows little."""
+    rng, layout = np.random.default_rng(5), Layout(("w",), ((100, 40),), ("float32",))
+    magnitudes = np.repeat(rng.integers(0, 2, 100), 40) + rng.integers(1, 3, layout.d)
+    levels = (magnitudes * np.repeat(rng.choice([-1, 1], 100), 40)).astype(np.int8)
+    entropy = -sum(share * np.log2(share) for share in np.bincount(magnitudes)[1:] / layout.d)
+    sent = Levels(levels, np.ones(1, np.float32), 0, 3)
+    message = encode(Payload(layout.d, np.array([0, layout.d]), None, sent), layout)
+    header, rows = read_header(message), dict(header_rows(read_header(message)))
+    assert (header.version, header.kind) == (3, Kind.FEW)
+    assert rows["values"] == "levels of 8 bits and few magnitudes, with scales, coded"
+    assert 8 * header.value_bytes / layout.d < entropy
 
 
 @pytest.mark.parametrize("d", [127, 128, 129, 191, 192, 4096, 5000])

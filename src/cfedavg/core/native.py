@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 LIBRARY = Path(__file__).with_name("_native.so")
-KERNELS = 2  # the number in clients/c/kernels.h; a library with another one is not used
+KERNELS = 3  # the number in clients/c/kernels.h; a library with another one is not used
 _NO_MEMORY = 3  # a fault of the index decoder in C; the lower ones are those of wire/sets.py
 _FORMATS = {"float32": 0, "int8": 1, "int16": 2}
 Array = np.ndarray
@@ -43,8 +43,8 @@ _TYPES: dict[str, tuple[Any, ...]] = {
     "list_ones": (None, _ARRAY, _I64, _ARRAY, _I64),
     "encode_numbers": (_RESULT, _ARRAY, _I64, _ARRAY, _I64, _ARRAY, _ARRAY, _I64, _INT, _I64),
     "decode_numbers": (_RESULT, _ARRAY, _I64, _ARRAY, _I64, _ARRAY, _ARRAY, _I64, _INT, _I64),
-    "encode_levels": (_RESULT, _ARRAY, _I64, _ARRAY, _I64, _ARRAY, _ARRAY, _I64, _I64),
-    "decode_levels": (_RESULT, _ARRAY, _I64, _ARRAY, _I64, _ARRAY, _ARRAY, _I64, _I64),
+    "encode_levels": (_RESULT, _ARRAY, _I64, _ARRAY, _I64, _ARRAY, _ARRAY, _I64, _I64, _I64),
+    "decode_levels": (_RESULT, _ARRAY, _I64, _ARRAY, _I64, _ARRAY, _ARRAY, _I64, _I64, _I64),
     "find_bound": (_RESULT, _ARRAY, _INT, _I64, _I64, _I64, _I64, _INT),
     "collect": (_RESULT, _ARRAY, _INT, _I64, _DOUBLE, _ARRAY),
     "pick": (_RESULT, _ARRAY, _INT, _ARRAY, _I64, _INT, _ARRAY, _I64),
@@ -187,11 +187,13 @@ def _decode_levels(library: Any, words: Array, numbers: Array, *rest: Any) -> in
     return _checked(_code_levels(library.cfedavg_decode_levels, words, numbers, *rest))
 
 
-def _code_levels(code: Any, words: Array, numbers: Array, indices: Array, shapes: Array, top: int) -> int:
+def _code_levels(
+    code: Any, words: Array, numbers: Array, indices: Array, shapes: Array, least: int, top: int
+) -> int:
     indices, shapes = _read(indices, np.int64), _read(shapes, np.int64)
     n: int = code(
         _at(words), len(words), _at(numbers), len(numbers), _at(indices) if len(indices) else None,
-        _at(shapes), len(shapes), top,
+        _at(shapes), len(shapes), least, top,
     )  # fmt: skip
     return n
 

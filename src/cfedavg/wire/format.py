@@ -44,8 +44,8 @@ def encode(
 
     `code_floats` matters only if all coordinates are sent, as fp32 or fp64 values. If it is true, the values
     are entropy-coded when that makes the message shorter. Such a message has format version 2. A payload with
-    a basis, with scales for each level or with as many coordinates in each chunk may get version 3; every
-    other message has version 1. `client`, `sequence` and `round` go into the header.
+    a basis, with levels of few magnitudes or with scales for each, or with as many coordinates in each chunk
+    may get version 3; every other message has version 1. `client`, `sequence` and `round` go into the header.
 
     >>> import torch
     >>> from cfedavg import parse

@@ -27,10 +27,10 @@ RANK = struct.Struct("<I")  # the section of coordinates that are factors of mat
 SCALES = struct.Struct("<IH")  # `block` and `top`, which precede the scales of levels
 VALUES_PER_BYTE = 11_354  # at most: a value takes at least one coded bit of probability 65504/65536
 # For each version: the largest `where`, `kind` and `coding` in its headers.
-KNOWN = {1: (2, 4, 1), 2: (2, 4, 1), 3: (5, 5, 1)}
+KNOWN = {1: (2, 4, 1), 2: (2, 4, 1), 3: (5, 6, 1)}
 PURPOSES = {
     2: "CODED FP32 or FP64 values of ALL coordinates",
-    3: "PER_LEVEL values, or for ROTATED, FACTORED or CHUNKED coordinates",
+    3: "PER_LEVEL or FEW values, or for ROTATED, FACTORED or CHUNKED coordinates",
 }
 Rows = Sequence[tuple[str, ...]]
 
@@ -64,6 +64,7 @@ class Kind(IntEnum):
     INT8 = 3
     INT16 = 4
     PER_LEVEL = 5  # levels of 8 bits; a block has a scale for each magnitude
+    FEW = 6  # levels of 8 bits of few magnitudes, which neighbours predict
 
     @property
     def is_float(self) -> bool:
@@ -76,8 +77,11 @@ FIXED = {
     Where.ALL: 0, Where.DRAWN: KEY_AND_KEEP.size, Where.ROTATED: KEY_AND_BLOCK.size, Where.FACTORED: RANK.size
 }  # fmt: skip
 DTYPES: dict[Kind, np.dtype[Any]] = dict(
-    zip(Kind, map(np.dtype, ("<f4", "<f8", "<i2", "<i1", "<i2", "<i1")), strict=True)
+    zip(Kind, map(np.dtype, ("<f4", "<f8", "<i2", "<i1", "<i2", "<i1", "<i1")), strict=True)
 )
+
+
+LEAST_LEVEL = {Kind.PER_LEVEL: 1, Kind.FEW: 0}  # magnitude, of the kinds that neighbours predict
 
 
 class Coding(IntEnum):
@@ -111,7 +115,7 @@ class Header(NamedTuple):
     @property
     def version(self) -> int:
         """Return the lowest format version that has this where, kind and coding."""
-        if self.where >= Where.ROTATED or self.kind is Kind.PER_LEVEL:
+        if self.where >= Where.ROTATED or self.kind in LEAST_LEVEL:
             return 3
         return 2 if self.coding is Coding.CODED and may_be_plain(self.where, self.kind) else 1
 
@@ -218,9 +222,11 @@ def header_rows(header: Header) -> Rows:
              "listed, as many in each chunk")  # fmt: skip
     where, bits = words[header.where], 8 * DTYPES[header.kind].itemsize
     values = f"{bits}-bit floats" if header.kind.is_float else f"levels of {bits} bits, with scales"
-    values = {Kind.BF16: "bf16", Kind.PER_LEVEL: "levels of 8 bits, with a scale for each magnitude"}.get(
-        header.kind, values
-    )
+    values = {
+        Kind.BF16: "bf16",
+        Kind.PER_LEVEL: "levels of 8 bits, with a scale for each magnitude",
+        Kind.FEW: "levels of 8 bits and few magnitudes, with scales",
+    }.get(header.kind, values)
     return [
         ("version", f"{header.version}"),
         ("sender", f"client {header.client}, message {header.sequence}, round {header.round}"),

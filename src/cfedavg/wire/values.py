@@ -5,6 +5,9 @@ and the magnitude of a level are coded; the scales are copied. If all coordinate
 and fp64 values are copied unless the caller asks to code them: coding saves a fifth of the bytes and takes
 many times as long.
 
+Levels of few magnitudes, and those with a scale for each, have a coder of their own, in `levels`. That of all
+other numbers is here.
+
 A coded number is a sign and a magnitude of at most 15 bits. In a layer that follows a ReLU, most updates of
 one unit have the same sign, so each row of a tensor has a context for its signs. Most magnitudes that top-k
 keeps lie just above the smallest one, so the difference to the smallest is coded. The leading bits of the
@@ -20,16 +23,27 @@ from cfedavg.core.payload import Floats, Levels, Payload
 from cfedavg.wire import coder as rc
 from cfedavg.wire.coder import MAGNITUDE, MASK, Array
 from cfedavg.wire.coordinates import Matrices
-from cfedavg.wire.frame import DTYPES, SCALES, Coding, Header, Kind, Where, WireError, may_be_plain
+from cfedavg.wire.frame import (
+    DTYPES,
+    LEAST_LEVEL,
+    SCALES,
+    Coding,
+    Header,
+    Kind,
+    Where,
+    WireError,
+    may_be_plain,
+)
 from cfedavg.wire.levels import decode_levels, encode_levels
 
 # The upper 16 bits of the largest finite float, or the largest level.
 LARGEST = {
     Kind.FP32: 0x7F7F, Kind.FP64: 0x7FEF, Kind.BF16: 0x7F7F, Kind.INT8: 127, Kind.INT16: 32767,
-    Kind.PER_LEVEL: 127,
+    Kind.PER_LEVEL: 127, Kind.FEW: 127,
 }  # fmt: skip
 EVERYWHERE = np.empty(0, np.int64)  # stands for the indices of all coordinates
 
+FEW = range(2, 16)  # `top` of levels that are sent as kind FEW: int3, int4 and int5 have 3, 7 and 15
 LEADING = 8  # a symbol has at most this many bits
 JUMPS = 7  # the decoder's table `jump` has 2^JUMPS entries
 
@@ -40,7 +54,9 @@ def kind_of(values: Floats | Levels) -> Kind:
         return Kind[values.dtype.upper()]
     if values.per_level:
         return Kind.PER_LEVEL
-    return Kind.INT8 if values.levels.itemsize == 1 else Kind.INT16  # NumPy and torch name dtypes differently
+    if values.levels.itemsize != 1:  # NumPy and torch name dtypes differently
+        return Kind.INT16
+    return Kind.FEW if values.top in FEW else Kind.INT8
 
 
 def pack_values(
@@ -80,7 +96,7 @@ def _split_levels(values: Levels, kind: Kind) -> tuple[Array, bytes]:
 
 
 def _check_top(top: int, kind: Kind) -> None:
-    least = 1 if kind is Kind.PER_LEVEL else 0
+    least = 1 if kind in LEAST_LEVEL else 0
     if not least <= top <= LARGEST[kind]:
         raise WireError(f"`top` must be from {least} to {LARGEST[kind]} for {kind.name} levels, got {top}")
 
@@ -94,9 +110,9 @@ def _encode(numbers: Array, kind: Kind, indices: Array | None, matrices: Matrice
     if not len(numbers):
         return b""
     where = EVERYWHERE if indices is None else indices
-    if kind is Kind.PER_LEVEL:  # a sign and each bit of a magnitude take at most 11 bits
-        words = np.empty(len(numbers) * (1 + (largest - 1).bit_length()) * 11 // 32 + 64, np.uint32)
-        n = encode_levels(words, numbers, where, matrices.shapes, largest)
+    if kind in LEAST_LEVEL:  # a sign and each bit of a magnitude take at most 11 bits
+        words = np.empty(len(numbers) * (1 + largest.bit_length()) * 11 // 32 + 64, np.uint32)
+        n = encode_levels(words, numbers, where, matrices.shapes, LEAST_LEVEL[kind], largest)
     else:
         # A number takes at most 34 bits: 16 for the symbol, 7 for the other bits, 11 for the sign.
         words = np.empty(len(numbers) * 5 // 4 + 64, np.uint32)
@@ -138,8 +154,9 @@ def _decode(
     if not header.k:
         return numbers
     where = EVERYWHERE if indices is None else indices
-    if header.kind is Kind.PER_LEVEL:
-        words = decode_levels(rc.to_words(coded), numbers, where, matrices.shapes, largest)
+    if header.kind in LEAST_LEVEL:
+        least = LEAST_LEVEL[header.kind]
+        words = decode_levels(rc.to_words(coded), numbers, where, matrices.shapes, least, largest)
     else:
         ends = matrices.row_ends
         words = decode_numbers(rc.to_words(coded), numbers, where, ends, is_float, largest)
