@@ -149,27 +149,27 @@ def federate(given: argparse.Namespace) -> None:
 
 
 def table(out: Path) -> str:
-    """Return a Markdown table: for each setting, its last loss and bytes, and when it met the dense loss."""
-    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    """Return a Markdown table: each setting's last loss, and its bytes to a loss that dense reaches too."""
     runs: dict[str, list[dict[str, Any]]] = {}
-    for line in lines:
+    for line in map(json.loads, out.read_text().splitlines()):
         runs.setdefault(line["setting"], []).append(line)
-    dense = runs["dense"][-1]
-    rows = ["| adapters | loss | bytes, MB | of dense | reach the dense loss after, MB | of dense |",
-            "|---|---|---|---|---|---|"]  # fmt: skip
+    dense = runs["dense"]
+    header = "adapters, rounds, loss, bytes (MB), a loss that both reach, dense (MB), bytes (MB), of dense"
+    rows = [f"| {header.replace(', ', ' | ')} |", "|---" * 8 + "|"]
     for setting, found in runs.items():
         last = found[-1]
-        met = next((line for line in found if line["test_loss"] <= dense["test_loss"] * 1.0001), None)
-        when = (
-            (f"{met['total_bytes'] / 1e6:.2f}", f"1/{dense['total_bytes'] / met['total_bytes']:.1f}")
-            if met
-            else ("not", "")
-        )
+        target = max(min(line["test_loss"] for line in each) for each in (dense, found))
+        both = [bytes_to(each, target) for each in (dense, found)]
         rows.append(
-            f"| {setting} | {last['test_loss']:.4f} | {last['total_bytes'] / 1e6:.2f} "
-            f"| 1/{dense['total_bytes'] / last['total_bytes']:.1f} | {' | '.join(when)} |"
+            f"| {setting} | {last['round']} | {last['test_loss']:.4f} | {last['total_bytes'] / 1e6:.2f} "
+            f"| {target:.4f} | {both[0] / 1e6:.2f} | {both[1] / 1e6:.2f} | 1/{both[0] / both[1]:.1f} |"
         )
     return "\n".join(rows)
+
+
+def bytes_to(found: list[dict[str, Any]], loss: float) -> int:
+    """Return the bytes of a run until its test loss is first at most `loss`."""
+    return next(line["total_bytes"] for line in found if line["test_loss"] <= loss)
 
 
 def main() -> None:
