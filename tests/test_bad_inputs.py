@@ -120,7 +120,7 @@ COMMAND: dict[str, tuple[str, list[str]]] = {
     "a column of a federation": ("`cfedavg federate up`", ["federate", "up", "--client-column", "role"]),
     "an option of before": ("--out", ["data", "--picture", "x.png"]),
     "a value of its own": ("argument: true", ["run", "--iid", "true"]),
-    "no such command": ("sweep, report", ["train"]),
+    "no such command": ("sweep, tune, report", ["train"]),
     "a rate of another part": ("--eta-local", ["run", "--local-optimiser", "sgd(lr=0.1)"]),
     "a text's option": ("--sequence-length", ["data", "--sequence-length", "30"]),
 }
