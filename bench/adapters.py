@@ -194,6 +194,8 @@ def main() -> None:
     parser.add_argument("--settings", nargs="*", choices=SETTINGS)
     parser.add_argument("--table", action="store_true", help="print the table of --out")
     given = parser.parse_args()
+    if given.table and not given.out.exists():
+        parser.error(f"--out {given.out} does not exist; make it with `federate`")
     if given.table:
         print(table(given.out))
     elif given.what == "pretrain":
