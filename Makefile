@@ -18,8 +18,6 @@ $(INSTALLED): pyproject.toml constraints.txt constraints.lock constraints.torch.
 	rm -r .venv/wheels
 	$(PIP) install --quiet --no-deps --require-hashes --only-binary :all: -r constraints.lock
 	$(PIP) install --quiet --no-build-isolation --constraint constraints.txt --editable '.[dev,flower]'
-	@echo 'compiling the message coders, once: about half a minute'
-	$(BIN)/python -c 'from cfedavg.wire import compile_coders; compile_coders()'
 	touch $@
 
 LOCK = $(BIN)/uv pip compile --quiet --no-deps --no-header --no-annotate --generate-hashes --python-version 3.11

@@ -11,4 +11,10 @@ static inline void *allocate(uint64_t n, size_t size)
     return n < (uint64_t)PTRDIFF_MAX / size ? calloc((size_t)n + 1, size) : NULL;
 }
 
+/* Allocate memory for n items that the caller fills. Return NULL if there is none. */
+static inline void *reserve(uint64_t n, size_t size)
+{
+    return n < (uint64_t)PTRDIFF_MAX / size ? malloc(((size_t)n + 1) * size) : NULL;
+}
+
 #endif

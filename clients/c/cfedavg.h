@@ -162,7 +162,10 @@ typedef struct {
     uint64_t sequence;
 } cfedavg_limits;
 
-/* Encode a payload; `free` frees *message. `code_floats` is for floats of all coordinates: code them if that makes
+/* Free the bytes of a message, an update or a body that a function below has made. */
+CFEDAVG_API void cfedavg_free_bytes(uint8_t *bytes);
+
+/* Encode a payload; `cfedavg_free_bytes` frees *message. `code_floats` is for floats of all coordinates: code them if that makes
  * the message shorter (such a message has version 2). The payload is not changed. */
 CFEDAVG_API int cfedavg_encode(const cfedavg_layout *layout, const cfedavg_payload *payload,
                                const cfedavg_sender *sender, int code_floats, uint8_t **message, size_t *length);
@@ -237,7 +240,7 @@ typedef struct {
     size_t uncompressed_length;
 } cfedavg_update;
 
-/* Pack a client's message; `free` frees *message. */
+/* Pack a client's message; `cfedavg_free_bytes` frees *message. */
 CFEDAVG_API int cfedavg_pack_update(const cfedavg_update *update, uint8_t **message, size_t *length);
 
 /* Unpack one whose payload has at most `most` bytes and whose arrays have `uncompressed` bytes. The caller parses
@@ -258,7 +261,7 @@ typedef struct {
     size_t uncompressed_length;
 } cfedavg_body;
 
-/* Pack a body; `free` frees *data. */
+/* Pack a body; `cfedavg_free_bytes` frees *data. */
 CFEDAVG_API int cfedavg_pack_body(const cfedavg_body *body, uint8_t **data, size_t *length);
 CFEDAVG_API int cfedavg_unpack_body(const uint8_t *data, size_t length, cfedavg_body *body);
 

@@ -2,6 +2,13 @@
 
 #include <stddef.h>
 
+#define RATE(n) 131072U / (2 * (n) + 3)
+#define FOUR(n) RATE(n), RATE(n + 1), RATE(n + 2), RATE(n + 3)
+#define SIXTEEN(n) FOUR(n), FOUR(n + 4), FOUR(n + 8), FOUR(n + 12)
+#define QUARTER(n) SIXTEEN(n), SIXTEEN(n + 16), SIXTEEN(n + 32), SIXTEEN(n + 48)
+
+const uint32_t RATES[CONTEXT_LIMIT + 1] = {QUARTER(0), QUARTER(64), QUARTER(128), QUARTER(192)};
+
 Encoder start_encoding(uint32_t *words, int64_t room)
 {
     Encoder encoder = {words, room, 0, 0, UINT64_MAX};
@@ -51,7 +58,17 @@ void reset_contexts(Context *contexts, int64_t n)
     }
 }
 
-/* Compute the sums and the jumps from the counts. A frequency is about proportional to its count, and at least 1. */
+static void make_jumps(Table *table)
+{
+    for (int i = 0, s = 0; i < TOTAL >> JUMP_BITS; i++) {
+        while (table->sums[s + 1] <= (uint32_t)i << JUMP_BITS) {
+            s++;
+        }
+        table->jump[i] = (uint8_t)s;
+    }
+}
+
+/* Compute the sums from the counts. A frequency is about proportional to its count, and at least 1. */
 static void make_sums(Table *table)
 {
     int64_t total = 0, share;
@@ -65,17 +82,15 @@ static void make_sums(Table *table)
         table->sums[s + 1] = table->sums[s] + 1 + (uint32_t)((table->counts[s] * share) >> 32);
     }
     table->sums[table->symbols] = TOTAL;
-    for (int i = 0, s = 0; i < TOTAL >> JUMP_BITS; i++) {
-        while (table->sums[s + 1] <= (uint32_t)i << JUMP_BITS) {
-            s++;
-        }
-        table->jump[i] = (uint8_t)s;
+    if (table->decodes) {
+        make_jumps(table);
     }
 }
 
-/* Start with the counts that the caller has set. */
-void start_table(Table *table)
+/* Start with the counts that the caller has set, to encode or to decode. */
+void start_table(Table *table, int decodes)
 {
+    table->decodes = decodes;
     make_sums(table);
     table->due = FIRST_REBUILD;
 }

@@ -23,13 +23,14 @@
 
 /* A probability of a 1 in units of 2^-16, and how many bits it has seen. */
 typedef struct {
-    uint32_t p;
-    uint32_t seen;
+    uint16_t p;
+    uint16_t seen;
 } Context;
 
 /* Frequencies of symbols. counts[s] grows with each symbol s; symbol s has the range sums[s] to sums[s + 1]. */
 typedef struct {
     int symbols;
+    int decodes; /* whether `jump` is kept */
     int64_t due; /* after how many items the table is rebuilt */
     int64_t counts[MOST_SYMBOLS];
     uint32_t sums[MOST_SYMBOLS + 1];
@@ -56,22 +57,21 @@ Encoder start_encoding(uint32_t *words, int64_t room);
 int64_t finish_encoding(Encoder *encoder);
 Decoder start_decoding(const uint32_t *words, int64_t length);
 void reset_contexts(Context *contexts, int64_t n);
-void start_table(Table *table);
+void start_table(Table *table, int decodes);
 void rebuild_table(Table *table);
+
+/* After n bits, a bit moves the probability by 1 / (n + 1.5) of its distance to that bit: RATES[n] / 2^16. */
+extern const uint32_t RATES[CONTEXT_LIMIT + 1];
 
 static inline void learn(Context *context, int bit)
 {
-    /* After n bits, a bit moves the probability by 1 / (n + 1.5) of its distance to that bit. */
-    uint32_t rate = 131072U / (2 * context->seen + 3), p = context->p;
+    uint64_t rate = RATES[context->seen];
+    uint32_t p = context->p, up = p + (uint32_t)((65536 - p) * rate >> 16), down = p - (uint32_t)(p * rate >> 16);
 
-    if (bit) {
-        p += (uint32_t)((uint64_t)(65536 - p) * rate >> 16);
-        context->p = p < 65536 - CERTAIN ? p : 65536 - CERTAIN;
-    } else {
-        p -= (uint32_t)((uint64_t)p * rate >> 16);
-        context->p = p > CERTAIN ? p : CERTAIN;
-    }
-    context->seen += context->seen < CONTEXT_LIMIT;
+    up = up < 65536 - CERTAIN ? up : 65536 - CERTAIN;
+    down = down > CERTAIN ? down : CERTAIN;
+    context->p = (uint16_t)(bit ? up : down);
+    context->seen = (uint16_t)(context->seen + (context->seen < CONTEXT_LIMIT));
 }
 
 /* Add 1 to the number that the written words form. The carry never passes the first word. */
@@ -112,11 +112,7 @@ static inline void put_bit(Encoder *encoder, Context *context, int bit)
     uint64_t one = (encoder->span >> 16) * context->p;
 
     learn(context, bit);
-    if (bit) {
-        narrow(encoder, 0, one);
-    } else {
-        narrow(encoder, one, encoder->span - one);
-    }
+    narrow(encoder, bit ? 0 : one, bit ? one : encoder->span - one);
 }
 
 /* Encode a number of `bits` bits, 16 at a time, upper bits first. */
@@ -175,11 +171,7 @@ static inline int take_bit(Decoder *decoder, Context *context)
     int bit = decoder->code < one;
 
     learn(context, bit);
-    if (bit) {
-        widen(decoder, decoder->code, one);
-    } else {
-        widen(decoder, decoder->code - one, decoder->span - one);
-    }
+    widen(decoder, decoder->code - (bit ? 0 : one), bit ? one : decoder->span - one);
     return bit;
 }
 

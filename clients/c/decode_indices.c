@@ -1,5 +1,6 @@
 /* The section of listed coordinates: see docs/wire.md and src/cfedavg/wire/indices.py. */
 #include "allocate.h"
+#include "bits.h"
 #include "kernels.h"
 #include "sets.h"
 
@@ -160,16 +161,8 @@ void cfedavg_list_ones(const uint64_t *bits, int64_t n, int64_t *found, int64_t 
     int64_t at = 0;
 
     for (int64_t i = 0; i < n; i++) {
-        uint64_t word = bits[i];
-
-        for (int bit = 0; word && at < room; bit++, word >>= 1) {
-            while (!(word & 0xFF)) { /* skip a byte of zeros at once */
-                word >>= 8;
-                bit += 8;
-            }
-            if (word & 1) {
-                found[at++] = (i << 6) + bit;
-            }
+        for (uint64_t word = bits[i]; word && at < room; word &= word - 1) {
+            found[at++] = (i << 6) + lowest_one(word);
         }
     }
 }

@@ -4,6 +4,7 @@
 
 #include "allocate.h"
 #include "bases.h"
+#include "bits.h"
 #include "chunks.h"
 #include "frame.h"
 #include "kernels.h"
@@ -143,16 +144,6 @@ static void write_coded(uint8_t *to, const Coded *coded)
     }
 }
 
-static int bit_length(uint64_t number)
-{
-    int bits = 0;
-
-    while (number >> bits) {
-        bits++;
-    }
-    return bits;
-}
-
 /* Keep the coded places if they are shorter than those that the message has; `n` is the number of their words. */
 static int keep_places(Message *message, uint32_t *words, int64_t n, int64_t room, int where)
 {
@@ -188,7 +179,7 @@ static int code_chunks(Message *message)
     }
     /* A position takes at most 25 bits, and each bit of a count 11: one for each piece and each coordinate. */
     room = (36 * k + 11 * (layout->rows + (layout->d >> s) + 1)) / 32 + 64;
-    words = allocate((uint64_t)room, sizeof(uint32_t));
+    words = reserve((uint64_t)room, sizeof(uint32_t));
     if (!words) {
         return CFEDAVG_NO_MEMORY;
     }
@@ -209,7 +200,7 @@ static int code_places(Message *message)
         lines += layout->shapes[3 * tensor] + layout->shapes[3 * tensor + 1];
     }
     room += 512 * layout->tensors + 2 * lines + 64;
-    words = allocate((uint64_t)room, sizeof(uint32_t));
+    words = reserve((uint64_t)room, sizeof(uint32_t));
     if (!words) {
         return CFEDAVG_NO_MEMORY;
     }
@@ -234,7 +225,7 @@ static int code_numbers(Message *message, uint16_t *numbers)
         numbers[i] = number_at(payload, i, &lower);
     }
     make_rows_of(&rows, message->layout, payload);
-    message->values.words = allocate((uint64_t)room, sizeof(uint32_t));
+    message->values.words = reserve((uint64_t)room, sizeof(uint32_t));
     if (!message->values.words) {
         return CFEDAVG_NO_MEMORY;
     }
@@ -365,4 +356,9 @@ int cfedavg_encode(const cfedavg_layout *layout, const cfedavg_payload *payload,
     free(parts.places.words);
     free(parts.values.words);
     return error;
+}
+
+void cfedavg_free_bytes(uint8_t *bytes)
+{
+    free(bytes);
 }

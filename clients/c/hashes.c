@@ -20,11 +20,49 @@ static const uint32_t ROUNDS[64] = {
     0x748F82EE, 0x78A5636F, 0x84C87814, 0x8CC70208, 0x90BEFFFA, 0xA4506CEB, 0xBEF9A3F7, 0xC67178F2,
 };
 
+#define EIGHT 8
+#define LONG 4096 /* bytes that are worth the tables */
+
+/* tables[k][i] is the CRC-32 of the byte i and k zero bytes after it. */
+static void make_tables(uint32_t tables[EIGHT][256])
+{
+    for (uint32_t i = 0; i < 256; i++) {
+        uint32_t half = i >> 4 ^ NIBBLES[i & 15];
+
+        tables[0][i] = half >> 4 ^ NIBBLES[half & 15];
+    }
+    for (int k = 1; k < EIGHT; k++) {
+        for (int i = 0; i < 256; i++) {
+            tables[k][i] = tables[k - 1][i] >> 8 ^ tables[0][tables[k - 1][i] & 255];
+        }
+    }
+}
+
+/* Add n bytes to a checksum, eight at a time; n is a multiple of eight. */
+static uint32_t add_by_eights(uint32_t crc, const uint8_t *data, size_t n)
+{
+    uint32_t tables[EIGHT][256];
+
+    make_tables(tables);
+    for (const uint8_t *end = data + n; data < end; data += EIGHT) {
+        uint32_t first = crc ^ (uint32_t)get_bytes(data, 4), second = (uint32_t)get_bytes(data + 4, 4);
+
+        crc = tables[7][first & 255] ^ tables[6][first >> 8 & 255] ^ tables[5][first >> 16 & 255] ^
+              tables[4][first >> 24] ^ tables[3][second & 255] ^ tables[2][second >> 8 & 255] ^
+              tables[1][second >> 16 & 255] ^ tables[0][second >> 24];
+    }
+    return crc;
+}
+
 uint32_t crc32_of(uint32_t before, const uint8_t *data, size_t length)
 {
     uint32_t crc = ~before;
+    size_t by_eights = length < LONG ? 0 : length / EIGHT * EIGHT;
 
-    for (size_t i = 0; i < length; i++) {
+    if (by_eights) {
+        crc = add_by_eights(crc, data, by_eights);
+    }
+    for (size_t i = by_eights; i < length; i++) {
         crc ^= data[i];
         crc = crc >> 4 ^ NIBBLES[crc & 15];
         crc = crc >> 4 ^ NIBBLES[crc & 15];

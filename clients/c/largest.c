@@ -14,6 +14,14 @@
 #define DIGIT 11    /* bits of one step of the radix select */
 #define PART 4096   /* entries that `cfedavg_collect` compares at once, for vector instructions */
 
+/* Compile a function for processors with wider vectors too; the library takes the best when it is loaded. This
+ * needs glibc. Comparisons have the same result everywhere. */
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#define WIDE_VECTORS __attribute__((target_clones("default", "avx2")))
+#else
+#define WIDE_VECTORS
+#endif
+
 static uint64_t bits_at(const void *bits, int size, int64_t i)
 {
     return size == 4 ? ((const uint32_t *)bits)[i] : ((const uint64_t *)bits)[i];
@@ -55,21 +63,22 @@ int64_t cfedavg_find_bound(const void *bits, int size, int64_t d, int64_t k, int
 }
 
 /* reached[i] says whether entry i is not below the bound; "not below", so that NaN counts. */
-static void compare_fp32(uint8_t *reached, const float *values, int64_t n, float bound)
+WIDE_VECTORS static void compare_fp32(uint8_t *reached, const float *values, int64_t n, float bound)
 {
     for (int64_t i = 0; i < n; i++) {
         reached[i] = !(fabsf(values[i]) < bound);
     }
 }
 
-static void compare_fp64(uint8_t *reached, const double *values, int64_t n, double bound)
+WIDE_VECTORS static void compare_fp64(uint8_t *reached, const double *values, int64_t n, double bound)
 {
     for (int64_t i = 0; i < n; i++) {
         reached[i] = !(fabs(values[i]) < bound);
     }
 }
 
-/* Fill `found` with the indices of entries whose magnitude is not below `bound`; return their number. */
+/* Fill `found` with the indices of entries whose magnitude is not below `bound`; return their number. `found` must
+ * have room for 8 more indices than there are entries. */
 int64_t cfedavg_collect(const void *values, int size, int64_t d, double bound, int64_t *found)
 {
     uint8_t reached[PART];
@@ -78,7 +87,9 @@ int64_t cfedavg_collect(const void *values, int size, int64_t d, double bound, i
     for (int64_t start = 0; start < d; start += PART) {
         int64_t count = d - start < PART ? d - start : PART;
 
-        memset(reached, 0, sizeof reached);
+        if (count < PART) {
+            memset(reached, 0, sizeof reached);
+        }
         if (size == 4) {
             compare_fp32(reached, (const float *)values + start, count, (float)bound);
         } else {
@@ -88,9 +99,10 @@ int64_t cfedavg_collect(const void *values, int size, int64_t d, double bound, i
             uint64_t any;
 
             memcpy(&any, reached + eight, sizeof any);
-            for (int64_t i = eight; any && i < eight + 8; i++) {
-                if (reached[i]) {
-                    found[n++] = start + i;
+            if (any) {
+                for (int64_t i = eight; i < eight + 8; i++) {
+                    found[n] = start + i; /* overwritten next if reached[i] is 0; a branch would be slower */
+                    n += reached[i];
                 }
             }
         }
@@ -143,12 +155,11 @@ int64_t cfedavg_pick(const void *bits, int size, const int64_t *found, int64_t n
     }
     smallest = select_smallest(magnitudes, n, width, k, &ties);
     for (int64_t i = 0; i < n && at < k; i++) {
-        int equal = magnitudes[i] == smallest && ties > 0;
+        int equal = (magnitudes[i] == smallest) & (ties > 0);
 
-        if (magnitudes[i] > smallest || equal) {
-            ties -= equal;
-            indices[at++] = found[i];
-        }
+        indices[at] = found[i]; /* overwritten next if it is not taken; a branch would be slower */
+        at += (magnitudes[i] > smallest) | equal;
+        ties -= equal;
     }
     free(magnitudes);
     return top;
@@ -188,7 +199,7 @@ int cfedavg_find_largest(const void *values, int kind, uint64_t d, uint64_t k, i
     if ((kind != CFEDAVG_FP32 && kind != CFEDAVG_FP64) || k < 1 || k > d || d > (uint64_t)MOST_CELLS) {
         return CFEDAVG_BAD_ARGUMENT;
     }
-    found = allocate(d, sizeof *found);
+    found = allocate(d + 8, sizeof *found);
     if (!found) {
         return CFEDAVG_NO_MEMORY;
     }

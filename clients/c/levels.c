@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "allocate.h"
+#include "bits.h"
 #include "coder.h"
 #include "kernels.h"
 
@@ -49,16 +50,6 @@ typedef struct {
     Place place;
 } Model;
 
-static int count_bits(int number)
-{
-    int bits = 0;
-
-    while (number >> bits) {
-        bits++;
-    }
-    return bits;
-}
-
 /* Start a model; return whether there is memory. The caller must call `free_model` in both cases. */
 static int make_model(Model *model, const int64_t *indices, const int64_t *shapes, int64_t tensors, int64_t least,
                       int64_t top)
@@ -73,7 +64,7 @@ static int make_model(Model *model, const int64_t *indices, const int64_t *shape
     model->least = (int)least;
     model->final = least ? INT64_MAX : FINAL;
     model->top = (int)top;
-    model->bits = count_bits((int)(top - least));
+    model->bits = bit_length((uint64_t)(top - least));
     model->mean = 1U << (MEAN_BITS - 1);
     model->place.indices = indices;
     model->place.shapes = shapes;
@@ -184,7 +175,7 @@ static int code_sign(Model *model, Encoder *encoder, Decoder *decoder, int bit)
     }
     column = &model->column_votes[column_of(&model->place)];
     if (*row && *column) {
-        which = count_bits(*row < 0 ? -*row : *row) + count_bits(*column < 0 ? -*column : *column);
+        which = bit_length((uint64_t)abs(*row)) + bit_length((uint64_t)abs(*column));
         expected = (*row < 0) != (*column < 0);
     }
     of_votes = &model->differences[which];

@@ -12,7 +12,7 @@
  *
  * The counts are those that TRUST gaps between random positions would give on average.
  */
-static int start_gaps(Table *table, int64_t size, int64_t n)
+static int start_gaps(Table *table, int64_t size, int64_t n, int decodes)
 {
     int step = 0;
     int64_t empty, left = (int64_t)TRUST * SEEN << 30;
@@ -36,7 +36,7 @@ static int start_gaps(Table *table, int64_t size, int64_t n)
         left = further;
     }
     table->counts[STEPS - 1] = left >> 30 > 1 ? left >> 30 : 1;
-    start_table(table);
+    start_table(table, decodes);
     return step;
 }
 
@@ -50,7 +50,7 @@ void put_set(Encoder *encoder, const int64_t *positions, int64_t n, int64_t star
     if (n == 0 || n == size) {
         return;
     }
-    step = start_gaps(&table, size, n);
+    step = start_gaps(&table, size, n, 0);
     for (int64_t i = 0; i < n; i++) {
         int64_t gap = positions[i] - following, steps = gap >> step;
 
@@ -80,7 +80,7 @@ int take_set(Decoder *decoder, int64_t *positions, int64_t n, int64_t size)
         }
         return FINE;
     }
-    step = start_gaps(&table, size, n);
+    step = start_gaps(&table, size, n, 1);
     for (int64_t i = 0; i < n; i++) {
         int symbol = take_symbol(decoder, &table);
 

@@ -11,7 +11,7 @@
 #define LEADING 8 /* a symbol has at most this many bits; the other bits are equally likely */
 
 /* Start the table for numbers from 0 to `spread`; return how many bits of a number are below its symbol. */
-static int start_numbers(Table *table, int spread)
+static int start_numbers(Table *table, int spread, int decodes)
 {
     int copied = 0;
 
@@ -22,7 +22,7 @@ static int start_numbers(Table *table, int spread)
     for (int s = 0; s < table->symbols; s++) {
         table->counts[s] = 1;
     }
-    start_table(table);
+    start_table(table, decodes);
     return copied;
 }
 
@@ -85,7 +85,7 @@ static int64_t put_numbers(Encoder *encoder, const uint16_t *numbers, int64_t n,
     }
     put_number(encoder, (uint64_t)lowest, MAGNITUDE);
     put_number(encoder, (uint64_t)(highest - lowest), MAGNITUDE);
-    copied = start_numbers(&table, highest - lowest);
+    copied = start_numbers(&table, highest - lowest, 0);
     for (int64_t i = 0; i < n; i++) {
         int magnitude = numbers[i] & MASK, symbol = (magnitude - lowest) >> copied;
 
@@ -125,7 +125,7 @@ static int64_t take_numbers(Decoder *decoder, uint16_t *numbers, int64_t n, Rows
     if (lowest + spread > largest) {
         return 0;
     }
-    copied = start_numbers(&table, spread);
+    copied = start_numbers(&table, spread, 1);
     for (int64_t i = 0; i < n; i++) {
         int symbol = take_symbol(decoder, &table), magnitude, sign = 0;
 

@@ -16,37 +16,16 @@ import pytest
 from cfedavg import Layout, Payload
 from cfedavg.core.bases import Factors, Rotation
 from cfedavg.core.payload import Floats, Levels, Mask
-from cfedavg.wire.format import where_of
+from cfedavg.wire.coordinates import where_of
 from cfedavg.wire.frame import DTYPES, Kind, Where
+from cfedavg.wire.library import CLimits, CPayload, CSender, CTensor
 from cfedavg.wire.values import kind_of
 
 FOLDER = Path(__file__).parents[2] / "clients" / "c"
-U64, I64, INT, SIZE, POINTER = c.c_uint64, c.c_int64, c.c_int, c.c_size_t, c.c_void_p
+U64, I64, SIZE, POINTER = c.c_uint64, c.c_int64, c.c_size_t, c.c_void_p
 needs_compiler = pytest.mark.skipif(
     shutil.which("cc") is None or shutil.which("make") is None, reason="needs a C compiler and make"
 )
-
-
-class Tensor(c.Structure):
-    _fields_ = [("name", c.c_char_p), ("dtype", c.c_char_p), ("shape", c.POINTER(U64)), ("axes", SIZE)]
-
-
-class CPayload(c.Structure):
-    _fields_ = [
-        ("d", U64), ("k", U64), ("where", INT), ("kind", INT), ("indices", POINTER), ("key", I64),
-        ("keep", U64), ("rotated", c.c_uint32), ("rank", c.c_uint32), ("values", POINTER),
-        ("scales", POINTER), ("block", c.c_uint32), ("top", c.c_uint16),
-    ]  # fmt: skip
-
-
-class Sender(c.Structure):
-    _fields_ = [("client", U64), ("sequence", U64), ("round", c.c_uint32)]
-
-
-class Limits(c.Structure):
-    _fields_ = [
-        ("max_bytes", U64), ("max_values", U64), ("knows_sender", INT), ("client", U64), ("sequence", U64),
-    ]  # fmt: skip
 
 
 class Update(c.Structure):
@@ -65,7 +44,7 @@ class Body(c.Structure):
 
 class CBroadcast(c.Structure):
     _fields_ = [
-        ("kind", INT), ("generation", c.c_uint32), ("round", c.c_uint32), ("hash", U64), ("digest", U64),
+        ("kind", c.c_int), ("generation", c.c_uint32), ("round", c.c_uint32), ("hash", U64), ("digest", U64),
         ("earlier", c.c_uint32), ("list", POINTER), ("messages", POINTER), ("length", SIZE),
     ]  # fmt: skip
 
@@ -112,7 +91,7 @@ def check(code: int) -> None:
 @cache
 def make_layout(layout: Layout) -> Any:
     """Return the C library's layout, which lives as long as the tests do."""
-    tensors = (Tensor * len(layout.names))()
+    tensors = (CTensor * len(layout.names))()
     for tensor, name, shape, dtype in zip(tensors, layout.names, layout.shapes, layout.dtypes, strict=True):
         tensor.name, tensor.dtype = name.encode(), dtype.encode()
         tensor.shape, tensor.axes = (U64 * len(shape))(*shape), len(shape)
@@ -172,7 +151,7 @@ def encode(payload: Payload, layout: Layout, client: int = 0, sequence: int = 0,
            code_floats: bool = False) -> bytes:  # fmt: skip
     """Return the message that the C library makes."""
     made, _arrays = to_c(payload)
-    message, length, sender = POINTER(), SIZE(), Sender(client, sequence, round)
+    message, length, sender = POINTER(), SIZE(), CSender(client, sequence, round)
     arguments = c.byref(made), c.byref(sender), code_floats, c.byref(message), c.byref(length)
     check(library().cfedavg_encode(make_layout(layout), *arguments))
     return take(message, length)
@@ -195,7 +174,7 @@ def decode(message: bytes, layout: Layout, **limits: int) -> Payload:
 
 def try_to_decode(message: bytes, layout: Layout, **limits: int) -> tuple[int, Payload | None]:
     """Return the code of the C library, and the payload if the code is 0."""
-    made, bounds = CPayload(), Limits(**limits)
+    made, bounds = CPayload(), CLimits(**limits)
     arguments = make_layout(layout), c.byref(bounds), c.byref(made), None
     code: int = library().cfedavg_decode(message, SIZE(len(message)), *arguments)
     payload = from_c(made, layout) if code == 0 else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from cfedavg.channel import Copies
 from cfedavg.compress import numerics
-from cfedavg.core import arrays, keys, native
+from cfedavg.core import arrays, kernels, keys, native
 from cfedavg.core.payload import Floats, Levels, Payload
 from cfedavg.federate import replica
 from cfedavg.wire import chunks, indices, levels, values
@@ -37,16 +38,28 @@ MODULES: dict[Any, tuple[str, ...]] = {
 
 @pytest.fixture
 def both(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, str], tuple[Kernel, Kernel]]:
-    """Return a function that returns a kernel in Python (or machine code of numba), and the same one in C."""
+    """Return a function that returns a kernel as its source in Python says, and the same one in C."""
     lib.library()
     monkeypatch.setattr(native, "LIBRARY", lib.path())
 
     def find(module: Any, name: str) -> tuple[Kernel, Kernel]:
         made = native.find(name)
         assert made is not None
-        return getattr(module, name), made
+        return of_source(module, name), made
 
     return find
+
+
+def of_source(module: Any, name: str) -> Kernel:
+    """Return a kernel of Python's source: compiled by numba if this process does so, else as plain Python.
+
+    Those of top-k are always compiled: they are made of NumPy's numbers.
+    """
+    found: Kernel = getattr(module, name)
+    if kernels.WAY == "numba":
+        return found
+    source = inspect.unwrap(found)
+    return kernels.compile_loop(source) if module is numerics else kernels.PlainKernel(source)
 
 
 Both = Callable[[Any, str], tuple[Kernel, Kernel]]
@@ -113,6 +126,25 @@ def test_coders_of_indices(both: Both) -> None:
                 kernel(noise, empty.copy(), layout.d, shapes) for kernel in both(indices, "decode_indices")
             ]
             assert outcomes[0] == outcomes[1]
+
+
+def test_coders_of_indices_of_a_network(both: Both) -> None:
+    """Large enough for bands of rows and of columns, which the encoder chooses by the cost in floats."""
+    rng, shapes = np.random.default_rng(28), np.array([[32, 16, 9], [300, 200, 1], [1, 1, 300]])
+    for share in (0.01, 0.05, 0.1):
+        rows, columns = (np.exp(2 * rng.standard_normal(n)) for n in (300, 200))
+        matrix = np.outer(rows, columns).reshape(-1) * rng.random(60_000)
+        scores = np.concatenate([rng.random(32 * 16 * 9), matrix, rng.random(300)])
+        at = np.flatnonzero(scores > np.quantile(scores, 1 - share))
+        words = np.zeros(10_000, np.uint32)
+        n, (words, *_) = same(both, indices, "encode_indices", words, at, len(scores), shapes)
+        assert n < 10_000
+        empty = np.zeros(len(at), np.int64)
+        (fault, read), (_, found, _) = same(
+            both, indices, "decode_indices", words[:n], empty, len(scores), shapes
+        )
+        assert (fault, read) == (0, n)
+        assert (found == at).all()
 
 
 def test_coders_of_numbers(both: Both) -> None:

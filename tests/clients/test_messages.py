@@ -21,13 +21,14 @@ from cfedavg.core import keys
 from cfedavg.core.arrays import norm2, to_bf16
 from cfedavg.core.bases import Factors, Rotation
 from cfedavg.core.payload import Floats, Levels, Mask, blocks
-from cfedavg.wire.format import where_of
+from cfedavg.wire import library
+from cfedavg.wire.coordinates import where_of
 from tests.clients import library as lib
 from tests.clients.library import needs_compiler
 from tests.core.test_payload import assert_same
 from tests.golden_cases import FOLDER, cases, earlier_cases, message, version_3_cases, whole_float_cases
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.usefixtures("sections_alone")]
 
 # For each code of clients/c/cfedavg.h from 6 on: how the Python decoder begins the sentence of that error.
 SENTENCES = [
@@ -44,6 +45,13 @@ SENTENCES = [
     "a level is 0",
     "the section of the values ends", "the section of the values has extra",
 ]  # fmt: skip
+
+
+@pytest.fixture
+def sections_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the package put messages together in Python, also if it has the C library."""
+    monkeypatch.setattr(library, "encode", lambda *args: None)
+    monkeypatch.setattr(library, "decode", lambda *args: None)
 
 
 def test_golden_messages() -> None:
@@ -272,7 +280,7 @@ def test_schema_of_any_name(name: str) -> None:
     "tensor", [(b"\xff", 2), (b"\xc0\x80", 2), (b"\xed\xa0\x80", 2), (b"\xe2\x82", 2), (b"w", 2**57)]
 )
 def test_layouts_that_are_refused(tensor: tuple[bytes, int]) -> None:
-    made, given = lib.POINTER(), lib.Tensor(tensor[0], b"float32", (lib.U64 * 1)(tensor[1]), 1)
+    made, given = lib.POINTER(), lib.CTensor(tensor[0], b"float32", (lib.U64 * 1)(tensor[1]), 1)
     assert lib.library().cfedavg_make_layout(c.byref(given), lib.SIZE(1), c.byref(made)) == 2
 
 

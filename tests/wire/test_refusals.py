@@ -635,7 +635,7 @@ def floats(k: int) -> Floats:
         (first_of_flat(Floats(np.ones(2, np.float32), "bf16"), 2), "1-D array of int16, got 1-D float32"),
         (
             first_of_flat(Floats(np.ones(2, np.float16), "fp16"), 2),
-            "1-D array of fp32, fp64 or bf16, got 1-D float16",
+            "the dtype of Floats must be fp32, fp64 or bf16, got 'fp16'",
         ),
         (Payload(600, np.array([0, 2]), np.array([1.5, 5.2]), floats(2)), "1-D array of integers, got "),
         (Payload(600, np.array([0, 2]), np.ones((2, 1), int), floats(2)), "1-D array of integers, got "),

@@ -369,6 +369,6 @@ for module in (chunks, coder, coordinates, format, indices, levels, sets, values
 
 @pytest.mark.slow
 def test_coders_compiled_beforehand_are_not_compiled_again(tmp_path: Path) -> None:
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    environment = os.environ | {"CFEDAVG_KERNELS": "numba", "NUMBA_CACHE_DIR": str(tmp_path)}
     for code in ("from cfedavg.wire import compile_coders; compile_coders()", CODE_ALL):
         subprocess.run([sys.executable, "-c", code], env=environment, check=True)

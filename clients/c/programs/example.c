@@ -40,6 +40,6 @@ int main(void)
     printf("%zu bytes; coordinate %d is %g\n", length, (int)got.indices[1], (double)cfedavg_value(&got, 1));
     cfedavg_free_payload(&got);
     cfedavg_free_layout(layout);
-    free(message);
+    cfedavg_free_bytes(message);
     return 0;
 }

@@ -2,8 +2,8 @@
 
 Each loop is written once, in Python that numba can compile. It runs in one of three ways:
 
-    numba     compiled by numba when it is first called
     c         as the function of the same name in the C library
+    numba     compiled by numba when it is first called
     python    as plain Python, many times slower
 
 The first way that this machine has is used. The environment variable CFEDAVG_KERNELS forces one of them.
@@ -51,6 +51,13 @@ def choose_way(wanted: str) -> str:
         raise InputError(
             f"the environment variable CFEDAVG_KERNELS must be numba, c or python, got {wanted!r}"
         )
+    if wanted in ("", "c"):
+        if native.find("encode_numbers"):
+            return "c"
+        if wanted:
+            raise InputError(
+                "the environment variable CFEDAVG_KERNELS is c, but cfedavg has no C library here"
+            )
     if wanted in ("", "numba"):
         try:
             _import_numba()
@@ -59,12 +66,6 @@ def choose_way(wanted: str) -> str:
                 raise
         else:
             return "numba"
-    if wanted == "python":
-        return wanted
-    if native.find("encode_numbers"):
-        return "c"
-    if wanted:
-        raise InputError("the environment variable CFEDAVG_KERNELS is c, but cfedavg has no C library here")
     return "python"
 
 
@@ -118,7 +119,8 @@ def kernel(function: F) -> F:
     """Make a loop that Python code calls fast, in the way that was chosen for this process."""
     if WAY == "numba":
         return compile_loop(function)
-    return (native.find(function.__name__) if WAY == "c" else None) or PlainKernel(function)  # type: ignore[return-value]
+    made: Any = native.find(function.__name__) if WAY == "c" else None
+    return update_wrapper(made, function) if made else PlainKernel(function)  # type: ignore[return-value]
 
 
 def helper(function: F) -> F:

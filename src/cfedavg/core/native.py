@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 LIBRARY = Path(__file__).with_name("_native.so")
-KERNELS = 3  # the number in clients/c/kernels.h; a library with another one is not used
+KERNELS = 4  # the number in clients/c/kernels.h; a library with another one is not used
 _NO_MEMORY = 3  # a fault of the index decoder in C; the lower ones are those of wire/sets.py
 _FORMATS = {"float32": 0, "int8": 1, "int16": 2}
 Array = np.ndarray
@@ -58,8 +58,13 @@ _TYPES: dict[str, tuple[Any, ...]] = {
 def find(name: str) -> Callable[..., Any] | None:
     """Return the C version of the kernel `name`; None if the library is absent or has no such kernel."""
     call = _CALLS.get(name)
-    library = _load(LIBRARY) if call else None
+    library = load() if call else None
     return None if call is None or library is None else partial(call, library)
+
+
+def load() -> Any:
+    """Return the C library with the types of its kernels; None if it is absent or of another version."""
+    return _load(LIBRARY)
 
 
 @cache

@@ -53,6 +53,15 @@ class Matrices(NamedTuple):
         return Matrices(np.array([[1, 1, k]]), np.array([k]))
 
 
+def where_of(payload: Payload) -> Where:
+    """Return which coordinates the payload sends; LISTED also stands for coordinates in chunks."""
+    if payload.basis is not None:
+        return Where.ROTATED if isinstance(payload.basis, Rotation) else Where.FACTORED
+    if payload.indices is None:
+        return Where.ALL
+    return Where.LISTED if payload.mask is None else Where.DRAWN
+
+
 def pack_coordinates(payload: Payload, matrices: Matrices) -> tuple[Where, bytes]:
     """Return which coordinates the payload sends, as the header names it, and the section that says so."""
     if isinstance(payload.basis, Rotation):

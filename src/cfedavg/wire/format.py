@@ -10,25 +10,26 @@ from dataclasses import replace
 
 import numpy as np
 
-from cfedavg.core.bases import Rotation
 from cfedavg.core.kernels import WAY, Int, can_cache, helper, is_compiled
 from cfedavg.core.keys import draw_coordinates
 from cfedavg.core.layout import Layout
 from cfedavg.core.payload import Floats, Levels, Mask, Payload
-from cfedavg.wire import frame
+from cfedavg.wire import frame, library
 from cfedavg.wire.coordinates import (
     Matrices,
     check_basis,
     pack_coordinates,
     unpack_basis,
     unpack_coordinates,
-)  # fmt: skip
+    where_of,
+)
 from cfedavg.wire.frame import Coding, Where, WireError
 from cfedavg.wire.indices import are_increasing
 from cfedavg.wire.values import kind_of, pack_values, unpack_values
 
 # For each dtype of Floats: the NumPy dtype of the array that holds them.
-ARRAYS = {"fp32": "float32", "fp64": "float64", "bf16": "int16"}
+ARRAYS: dict[str, type[np.generic]] = {"fp32": np.float32, "fp64": np.float64, "bf16": np.int16}
+INTEGERS = tuple({np.dtype(letter).type: None for letter in np.typecodes["AllInteger"]})
 
 
 def encode(
@@ -54,9 +55,17 @@ def encode(
     >>> decode(message, layout=Layout.flat(2)).indices
     array([1])
     """
+    sender = library.Sender(client, sequence, round)
+    payload = _check_arrays(payload, layout)
+    message = library.encode(payload, layout, sender)
+    return _encode_sections(payload, layout, sender, code_floats) if message is None else message
+
+
+def _encode_sections(payload: Payload, layout: Layout, sender: library.Sender, code_floats: bool) -> bytes:
+    """Encode a payload section by section, as `encode` does without the C library."""
     where, coding, sections = _pack_sections(payload, layout, code_floats)
     what = where, kind_of(payload.values), coding
-    numbers = layout.schema_hash, payload.d, payload.counts()[0], client, sequence, round
+    numbers = layout.schema_hash, payload.d, payload.counts()[0], *sender
     body = b"".join([frame.Header(*what, *numbers, *map(len, sections)).pack(), *sections])
     return body + frame.CHECKSUM.pack(zlib.crc32(body))
 
@@ -65,8 +74,16 @@ def measure(payload: Payload, layout: Layout, code_floats: bool = False) -> list
     """Return the exact length in bytes that `encode` would give to each client's message."""
     if not code_floats and (length := plain_length(payload)) is not None and payload.d == layout.d:
         return [length] * len(payload)
-    one_by_one = (_pack_sections(client, layout, code_floats) for client in payload.clients())
-    return [frame.LEAST + sum(map(len, sections)) for *_, sections in one_by_one]
+    return [_measure_client(client, layout, code_floats) for client in payload.clients()]
+
+
+def _measure_client(payload: Payload, layout: Layout, code_floats: bool) -> int:
+    payload = _check_arrays(payload, layout)
+    message = library.encode(payload, layout, library.Sender(0, 0, 0))
+    if message is not None:
+        return len(message)
+    *_, sections = _pack_sections(payload, layout, code_floats)
+    return frame.LEAST + sum(map(len, sections))
 
 
 def plain_length(payload: Payload) -> int | None:
@@ -80,45 +97,39 @@ def plain_length(payload: Payload) -> int | None:
     return frame.LEAST + payload.d * frame.DTYPES[kind].itemsize
 
 
-def where_of(payload: Payload) -> Where:
-    """Return which coordinates the payload sends; LISTED also stands for coordinates in chunks."""
-    if payload.basis is not None:
-        return Where.ROTATED if isinstance(payload.basis, Rotation) else Where.FACTORED
-    if payload.indices is None:
-        return Where.ALL
-    return Where.LISTED if payload.mask is None else Where.DRAWN
-
-
 def _pack_sections(
     payload: Payload, layout: Layout, code_floats: bool
 ) -> tuple[Where, Coding, tuple[bytes, bytes, bytes]]:
     """Return which coordinates are sent, how the values are coded, and the three sections."""
-    if len(payload) != 1:
-        raise WireError(
-            f"a message must hold the payload of one client, got {len(payload)}: use `Payload.clients`"
-        )
-    if payload.d != layout.d:
-        raise WireError(f"the payload must have {layout.d} coordinates, as the layout has, got {payload.d}")
-    payload, matrices = _check_payload(payload, layout), Matrices.of(layout)
+    if payload.indices is not None and not are_increasing(payload.indices, payload.d):
+        raise WireError(f"the indices must increase strictly and lie from 0 to {payload.d - 1}")
+    matrices = Matrices.of(layout)
     rows = matrices if payload.basis is None else Matrices.one_row(payload.counts()[0])
     coding, coded, copied = pack_values(payload, where_of(payload), rows, code_floats)
     where, coordinates = pack_coordinates(payload, matrices)
     return where, coding, (coordinates, coded, copied)
 
 
-def _check_payload(payload: Payload, layout: Layout) -> Payload:
-    """Return the payload with int64 indices; raise WireError if an array has a wrong dtype, length or order.
+def _check_arrays(payload: Payload, layout: Layout) -> Payload:
+    """Return the payload with int64 indices; raise WireError if an array has a wrong dtype or length.
 
     The coders rely on this check. It does not check that the payload's mask draws exactly these indices.
     """
+    if len(payload) != 1:
+        raise WireError(
+            f"a message must hold the payload of one client, got {len(payload)}: use `Payload.clients`"
+        )
+    if payload.d != layout.d:
+        raise WireError(f"the payload must have {layout.d} coordinates, as the layout has, got {payload.d}")
     values, indices, k = payload.values, payload.indices, payload.counts()[0]
     if isinstance(values, Floats):
-        rule = ARRAYS.get(values.dtype, "fp32, fp64 or bf16")
-        _check_array(values.data, f"Floats of dtype {values.dtype!r}", rule)
+        if values.dtype not in ARRAYS:
+            raise WireError(f"the dtype of Floats must be fp32, fp64 or bf16, got {values.dtype!r}")
+        _check_array(values.data, f"Floats of dtype {values.dtype!r}", ARRAYS[values.dtype])
         lengths = {len(values.data)}
     else:
-        _check_array(values.levels, "Levels", "int8" if values.per_level else "int8 or int16")
-        _check_array(values.scales, "scales", "float32")
+        _check_array(values.levels, "Levels", *((np.int8,) if values.per_level else (np.int8, np.int16)))
+        _check_array(values.scales, "scales", np.float32)
         lengths, scales = {len(values.levels)}, values.count_scales(k)
         if len(values.scales) != scales:
             rule = f"{k} levels in blocks of {values.block} need {scales} scales"
@@ -134,20 +145,17 @@ def _check_payload(payload: Payload, layout: Layout) -> Payload:
         raise WireError(f"the payload must have {k} indices and {k} values, got lengths {sorted(lengths)}")
     if indices is None:
         return payload
-    _check_array(indices, "the indices", "integers")
-    indices = np.ascontiguousarray(indices, np.int64)
-    if not are_increasing(indices, payload.d):
-        raise WireError(f"the indices must increase strictly and lie from 0 to {payload.d - 1}")
+    _check_array(indices, "the indices", *INTEGERS)
     if payload.mask is not None and not 0 <= payload.mask.keep <= 2**53:
         raise WireError(f"`keep` of the mask must be from 0 to 2^53, got {payload.mask.keep}")
-    return replace(payload, indices=indices)
+    return replace(payload, indices=np.ascontiguousarray(indices, np.int64))
 
 
-def _check_array(array: np.ndarray, name: str, dtypes: str) -> None:
-    """Raise WireError unless the array is 1-D and has one of the dtypes in a text such as "int8 or int16"."""
-    found = "integers" if dtypes == "integers" and array.dtype.kind in "iu" else array.dtype.name
-    if array.ndim != 1 or found not in dtypes.split(" or "):
-        raise WireError(f"{name} must be a 1-D array of {dtypes}, got {array.ndim}-D {array.dtype.name}")
+def _check_array(array: np.ndarray, name: str, *types: type[np.generic]) -> None:
+    """Raise WireError unless the array is 1-D and holds numbers of one of the types."""
+    if array.ndim != 1 or array.dtype.type not in types:
+        allowed = "integers" if types == INTEGERS else " or ".join(each.__name__ for each in types)
+        raise WireError(f"{name} must be a 1-D array of {allowed}, got {array.ndim}-D {array.dtype.name}")
 
 
 def decode(
@@ -168,6 +176,18 @@ def decode(
     or `sequence` is given, the message's header must hold the same number.
     """
     most = 16 * layout.d + 65536 if max_bytes is None else max_bytes
+    found = library.decode(data, layout, kmax, most)
+    if found is not None:
+        sender, payload = found
+        if client in (None, sender.client) and sequence in (None, sender.sequence):
+            return payload
+    return _decode_sections(data, layout, kmax, most, client, sequence)
+
+
+def _decode_sections(
+    data: bytes, layout: Layout, kmax: int | None, most: int, client: int | None, sequence: int | None
+) -> Payload:
+    """Decode a message section by section, as `decode` does without the C library."""
     if len(data) > most:
         raise WireError(f"the message must have at most {most} bytes, got {len(data)}")
     header = frame.read_header(data)
