@@ -13,6 +13,7 @@ import numpy as np
 
 from cfedavg.core.arrays import Array
 from cfedavg.core.kernels import Int, compile_loop
+from cfedavg.simulate.cpu.vectors import DOTS as DOTS
 from cfedavg.simulate.cpu.vectors import WIDEST, gather, make_add_sum
 from cfedavg.simulate.cpu.windows import DEAD, pooled_window, window_gradient
 

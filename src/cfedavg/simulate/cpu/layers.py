@@ -7,6 +7,8 @@ their sums are in float32; so is the gradient of the weights, which torch would 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +16,17 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from cfedavg.simulate.cpu import kernels
-from cfedavg.simulate.cpu.vectors import DOTS
-
 FEW = 4  # channels of images for which oneDNN's convolutions are slow
 LANES = 16  # channels are handled in groups of so many
 LARGE = 2**20  # products of a linear layer, below which the call costs more than the arithmetic
+
+
+@cache
+def _kernels() -> ModuleType:
+    """Return the compiled loops. To import them takes a third of a second, and many runs need none."""
+    from cfedavg.simulate.cpu import kernels
+
+    return kernels
 
 
 class Convolution(NamedTuple):
@@ -142,7 +149,7 @@ def _gradient_of_few_channels(images: Tensor, g: Tensor, at: Tensor, weight: Ten
     dw, db = torch.zeros(K, L * C, M), torch.zeros(M)
     x, g = ((each if C == 1 else each.float()) for each in (images.flatten(2), g))
     arrays = _for_kernel(x), _for_kernel(g), at.numpy(), dw.numpy(), db.numpy()
-    kernels.add_few_channels_gradient(*arrays, C)
+    _kernels().add_few_channels_gradient(*arrays, C)
     return dw.view(K, L, C, M).permute(3, 2, 0, 1), db
 
 
@@ -154,7 +161,7 @@ def _gradient(
     dw, db = torch.zeros(w.shape), torch.zeros(len(weight))
     dx = torch.zeros(images.shape if needs else (0, 0, 0, 0))
     x, g, w = (_for_kernel(each) for each in (images.flatten(2), g, w.flatten(2)))
-    kernels.add_gradient(
+    _kernels().add_gradient(
         x, g, at.numpy(), w, dw.flatten(2).numpy(), db.numpy(), dx.flatten(2).numpy(), weight.shape[1]
     )
     return dx, dw.permute(0, 3, 1, 2), db
@@ -162,7 +169,7 @@ def _gradient(
 
 def _for_kernel(tensor: Tensor) -> Any:
     """Return a tensor as an array: the bits of bf16 if the processor multiplies bf16, else in float32."""
-    if tensor.dtype == torch.bfloat16 and DOTS:
+    if tensor.dtype == torch.bfloat16 and _kernels().DOTS:
         return tensor.view(torch.int16).numpy()
     return tensor.float().numpy()
 
@@ -195,9 +202,9 @@ def _pool(
     if convolved is None:
         offset = torch.zeros(len(weight)) if bias is None else bias.float()
         arrays = (_images(x, padding).float().flatten(2).numpy(), _by_tap(weight).numpy(), offset.numpy())
-        kernels.convolve_and_pool(*arrays, floor, y, at, weight.shape[1])
+        _kernels().convolve_and_pool(*arrays, floor, y, at, weight.shape[1])
     else:
-        kernels.pool(convolved.permute(0, 2, 3, 1).contiguous().float().numpy(), floor, y, at)
+        _kernels().pool(convolved.permute(0, 2, 3, 1).contiguous().float().numpy(), floor, y, at)
 
 
 def takes_linear(input: Tensor, weight: Tensor) -> bool:
