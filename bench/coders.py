@@ -15,6 +15,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,9 @@ def cases_of(part: str) -> Iterator[tuple[dict[str, Any], Callable[[], dict[str,
         from bench.peers.coders import federation
 
         for model, plan in federation.PLANS.items():
-            for name in plan.names:
-                yield {"model": model, "name": name}, partial(federation.compare, model, name)
+            for name, seed in product(plan.names, federation.SEEDS):
+                case = {"model": model, "name": name, "seed": seed}
+                yield case, partial(federation.compare, model, name, seed)
     else:
         from bench.peers.coders import lowrank
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -75,29 +74,46 @@ def formula_table() -> str:
 
 
 def federation_table(model: str) -> str:
-    """Return the table of a model's federations; bytes are those of all clients."""
-    runs = [line for line in lines("federation") if line["model"] == model]
+    """Return the table of a model's federations: means over the seeds, bytes of all clients."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for line in lines("federation"):
+        if line["model"] == model:
+            runs.setdefault(line["name"], []).append(line)
     targets = TARGETS[model]
     heads = ["who", "compressor, both ways", "accuracy, last 5 rounds", "up", "down", "of it first downloads"]
-    heads += [f"until {target:.0%}: rounds, bytes" for target in targets]
-    heads += [f"until {target:.0%}, without first downloads" for target in targets]
+    heads += [f"rounds until {target:.0%}, by seed" for target in targets]
+    heads += [f"bytes until {target:.0%}" for target in targets]
+    heads += [f"bytes until {target:.0%}, without first downloads" for target in targets]
     return to_text(heads, (
-        [line["who"], f"`{line['name']}`" if line["who"] == "ours" else line["name"],
-         f"{100 * statistics.fmean(line['accuracy'][-5:]):.2f}",
-         format_bytes(sum(line["up"])), format_bytes(sum(line["down"])), format_bytes(line["first"]),
-         *(until(line, target, 0) for target in targets),
-         *(until(line, target, line["first"]) for target in targets)]
-        for line in runs
+        [each[0]["who"], f"`{name}`" if each[0]["who"] == "ours" else name,
+         f"{100 * statistics.fmean(a for line in each for a in line['accuracy'][-5:]):.2f}",
+         *(format_bytes(statistics.fmean(sums)) for sums in zip(*map(sum_bytes, each), strict=True)),
+         *(", ".join(str(rounds_until(line, target) or "–") for line in each) for target in targets),
+         *(bytes_until(each, target, False) for target in targets),
+         *(bytes_until(each, target, True) for target in targets)]
+        for name, each in runs.items()
     ))  # fmt: skip
 
 
-def until(line: dict[str, Any], target: float, without: int) -> str:
-    """Return the rounds and bytes until the accuracy is first at a target."""
-    totals = accumulate(up + down for up, down in zip(line["up"], line["down"], strict=True))
-    for t, (accuracy, total) in enumerate(zip(line["accuracy"], totals, strict=True), 1):
-        if accuracy >= target:
-            return format_bytes(total - without) if without else f"{t}, {format_bytes(total)}"
-    return "not met"
+def sum_bytes(line: dict[str, Any]) -> tuple[int, int, int]:
+    """Return a run's bytes up, down, and those of first downloads."""
+    return sum(line["up"]), sum(line["down"]), line["first"]
+
+
+def rounds_until(line: dict[str, Any], target: float) -> int | None:
+    """Return after how many rounds the accuracy is first at a target; None if it never is."""
+    return next((t for t, accuracy in enumerate(line["accuracy"], 1) if accuracy >= target), None)
+
+
+def bytes_until(runs: list[dict[str, Any]], target: float, without_first: bool) -> str:
+    """Return the mean bytes of the runs until the accuracy is first at a target."""
+    found = []
+    for line in runs:
+        rounds = rounds_until(line, target)
+        if rounds is None:
+            return "not met by each seed"
+        found.append(sum(line["up"][:rounds] + line["down"][:rounds]) - without_first * line["first"])
+    return format_bytes(statistics.fmean(found))
 
 
 def lowrank_table() -> str:

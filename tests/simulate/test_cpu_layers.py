@@ -132,7 +132,9 @@ def test_pooled_convolution_with_the_instructions_of_an_older_processor() -> Non
     subprocess.run([sys.executable, "-c", program], check=True, env=environment, cwd=ROOT)
 
 
-@pytest.mark.skipif(not layers.DOTS, reason="the processor has no instruction for products of bf16")
+@pytest.mark.skipif(
+    not layers._kernels().DOTS, reason="the processor has no instruction for products of bf16"
+)
 @pytest.mark.parametrize(
     ("C", "M", "kernel", "size"),
     [
@@ -152,7 +154,7 @@ def test_products_of_bf16(
     given = [each.requires_grad_() for each in ([x, *given] if C > layers.FEW else given)]
     grads = []
     for dots in (False, True):
-        monkeypatch.setattr(layers, "DOTS", dots)
+        monkeypatch.setattr(layers._kernels(), "DOTS", dots)
         with torch.autocast("cpu", torch.bfloat16):
             read = read_convolution(x, *given[-2:])
             assert read is not None

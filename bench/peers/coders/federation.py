@@ -29,6 +29,7 @@ from cfedavg.simulate.local import after, batches, evaluate, local_steps
 from cfedavg.task import Task
 
 CLIENTS, BATCH, RATE = 10, 64, 0.1
+SEEDS = (0, 1, 2)
 # The first three are those of `example/nnc_fl.py`, of nncodec.fl, and of the EuCNC 2025 paper in its README.
 # The last has a step 4 times as large as the first, 1/64, and no sparsity beside that of the quantiser.
 SPARSE = {"struct_spars_factor": 0.9, "tca": True}
@@ -71,7 +72,7 @@ def make_config(model: str, seed: int, compressor: str = DEFAULT) -> Config:
     )  # fmt: skip
 
 
-def compare(model: str, name: str, seed: int = 0) -> dict[str, Any]:
+def compare(model: str, name: str, seed: int) -> dict[str, Any]:
     """Return the line of a federation: accuracies, bytes of all clients by round, and of first downloads."""
     who, measure = ("NNCodec", run_nncodec) if name in SETTINGS else ("ours", run_ours)
     began = time.process_time()
