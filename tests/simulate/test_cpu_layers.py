@@ -132,9 +132,10 @@ def test_pooled_convolution_with_the_instructions_of_an_older_processor() -> Non
     subprocess.run([sys.executable, "-c", program], check=True, env=environment, cwd=ROOT)
 
 
-@pytest.mark.skipif(
-    not layers._kernels().DOTS, reason="the processor has no instruction for products of bf16"
-)
+DOTS = layers._kernels().DOTS
+
+
+@pytest.mark.skipif(not DOTS, reason="the processor has no instruction for products of bf16")
 @pytest.mark.parametrize(
     ("C", "M", "kernel", "size"),
     [
