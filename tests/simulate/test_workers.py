@@ -967,6 +967,7 @@ def test_coders_that_are_not_ready_compile_in_another_process(
         started.append(subprocess.Popen(*args, **options))
         return started[-1]
 
+    monkeypatch.setenv("CFEDAVG_KERNELS", "numba")
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(workers, "needs_compiling", lambda: not ready)
     monkeypatch.setattr(workers, "subprocess", SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))

@@ -53,7 +53,7 @@ class Plan(NamedTuple):
 
 PLANS = {
     "cnn": Plan(15, 8, 5, (
-        DEFAULT, "topk(0.99) >> int3(256)", "qp -24", "qp -26, 60% sparse, TCA",
+        DEFAULT, "topk(0.98) >> int3(256)", "topk(0.99) >> int3(256)", "qp -24", "qp -26, 60% sparse, TCA",
     )),
     "lenet": Plan(40, 16, 2, (
         DEFAULT, "topk(0.95) >> int3(256)", "qp -24", "qp -32", "qp -26, 60% sparse, TCA",
