@@ -10,6 +10,9 @@ empty caches (the data set, compiled steps, torch's and Triton's own), the secon
 first, or of a run of 2 rounds if another call has measured the first. ResNet-18 begins with empty caches,
 too. It trains on random images of the shape of CIFAR-10, if --cifar-dir does not name a folder with CIFAR-10
 as parquet files. All parts are warm after their first round. A part that fails says so and is left out.
+
+A machine without the package installed needs the C library, `src/cfedavg/core/_native.so`, which git ignores:
+carry it along, or `start` and `again` also measure how long numba takes to compile the message coders.
 """
 
 from __future__ import annotations
