@@ -67,8 +67,8 @@ def test_the_sender_is_checked() -> None:
 
 
 @pytest.mark.parametrize("field", ["client", "sequence", "round"])
-@pytest.mark.parametrize("number", [-1, 2**64])
-def test_numbers_that_do_not_fit_are_refused(field: str, number: int) -> None:
+@pytest.mark.parametrize("number", [-1, 2**64, 1.5, "7"])
+def test_numbers_that_do_not_fit_are_refused(field: str, number: Any) -> None:
     with pytest.raises(WireError, match=f"`{field}`"):
         encode(make(), LAYOUT, **{field: number})
 
@@ -102,6 +102,11 @@ def test_arrays_of_another_form_are_copied() -> None:
         payload.d, payload.offsets, payload.indices.astype(">i8"), Floats(wide[::2].astype(">i2"), "bf16")
     )
     assert encode(big, LAYOUT) == encode(payload, LAYOUT)
+
+
+def test_numbers_of_numpy() -> None:
+    given = {"client": np.int64(5), "sequence": np.uint32(7), "round": np.int8(9)}
+    assert encode(make(), LAYOUT, **given) == encode(make(), LAYOUT, client=5, sequence=7, round=9)  # type: ignore[arg-type]
 
 
 def test_a_decoded_payload_owns_its_arrays() -> None:

@@ -82,7 +82,8 @@ def encode(payload: Payload, layout: Layout, sender: Sender) -> bytes | None:
     values = payload.values
     scaled = (values.block, values.top) if isinstance(values, Levels) else (0, 0)
     limits = zip((*sender, *scaled), (64, 64, 32, 32, 16), strict=True)
-    fits = all(0 <= n < 1 << bits for n, bits in limits)  # C would cut off the upper bits
+    # C would cut off the upper bits.
+    fits = all(isinstance(n, int | np.integer) and 0 <= n < 1 << bits for n, bits in limits)
     handle = make_layout(layout) if WAY == "c" and fits and where_of(payload) is Where.LISTED else None
     if handle is None:
         return None
