@@ -3,10 +3,11 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip
 INSTALLED := .venv/.installed
+BUILT := .venv/.built
 
 .PHONY: install lock demo test test-all check-package coverage docs try-docs lint bench bench-peers bench-coders bench-many paper fuzz clean
 
-install: $(INSTALLED)
+install: $(BUILT)
 
 # Every file is checked against its hash before anything of it runs, build tools included. torch goes first and
 # alone: pip would prefer a build whose hash the index tells, gigabytes with CUDA, to the CPU build on a disk.
@@ -17,6 +18,10 @@ $(INSTALLED): pyproject.toml constraints.txt constraints.lock constraints.torch.
 	$(PIP) install --quiet --no-deps --require-hashes --no-index --find-links .venv/wheels -r constraints.torch.lock
 	rm -r .venv/wheels
 	$(PIP) install --quiet --no-deps --require-hashes --only-binary :all: -r constraints.lock
+	touch $@
+
+# The package itself, with its C library if there is a compiler.
+$(BUILT): $(INSTALLED) setup.py $(wildcard clients/c/*.c clients/c/*.h)
 	$(PIP) install --quiet --no-build-isolation --constraint constraints.txt --editable '.[dev,flower]'
 	touch $@
 
@@ -40,6 +45,7 @@ test: lint  ## what CI runs
 
 test-all: lint .venv-simulation/.installed  ## with the slow tests too; those marked gpu need a CUDA device: pytest -m gpu
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -ra -q -m "not gpu"
+	CFEDAVG_KERNELS=numba $(BIN)/python -m pytest -n auto -q tests/wire tests/clients tests/compress/test_largest.py
 	$(MAKE) check-package
 	$(BIN)/python -m scripts.try_docs
 
@@ -50,7 +56,7 @@ coverage: install  ## what `make test` runs of each room, processes included; ht
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -q --cov=cfedavg --cov-report=html --cov-report=json
 	$(BIN)/python -m scripts.coverage_rooms coverage.json
 
-.venv-simulation/.installed: $(INSTALLED) scripts/install_simulation  # Ray, for Flower's simulation
+.venv-simulation/.installed: $(BUILT) scripts/install_simulation  # Ray, for Flower's simulation
 	scripts/install_simulation
 	touch $@
 

@@ -111,7 +111,7 @@ def bytes_until(runs: list[dict[str, Any]], target: float, without_first: bool) 
     for line in runs:
         rounds = rounds_until(line, target)
         if rounds is None:
-            return "not met by each seed"
+            return "not by every seed"
         found.append(sum(line["up"][:rounds] + line["down"][:rounds]) - without_first * line["first"])
     return format_bytes(statistics.fmean(found))
 

@@ -165,8 +165,8 @@ typedef struct {
 /* Free the bytes of a message, an update or a body that a function below has made. */
 CFEDAVG_API void cfedavg_free_bytes(uint8_t *bytes);
 
-/* Encode a payload; `cfedavg_free_bytes` frees *message. `code_floats` is for floats of all coordinates: code them if that makes
- * the message shorter (such a message has version 2). The payload is not changed. */
+/* Encode a payload; `cfedavg_free_bytes` frees *message. `code_floats` is for floats of all coordinates: code them
+ * if that makes the message shorter (such a message has version 2). The payload is not changed. */
 CFEDAVG_API int cfedavg_encode(const cfedavg_layout *layout, const cfedavg_payload *payload,
                                const cfedavg_sender *sender, int code_floats, uint8_t **message, size_t *length);
 

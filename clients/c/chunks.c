@@ -2,6 +2,7 @@
 #include "chunks.h"
 
 #include "allocate.h"
+#include "bits.h"
 #include "coder.h"
 #include "kernels.h"
 #include "sets.h"
@@ -111,11 +112,8 @@ static int64_t end_row(Walk *walk, int64_t rows, int64_t due)
 static int64_t bound_count(Walk *walk, int64_t *most, Context **contexts)
 {
     int64_t elsewhere = walk->room - walk->size, mean = 4 * walk->left * walk->size / walk->room;
-    int which = 0;
+    int which = bit_length((uint64_t)mean);
 
-    while (mean >> which) {
-        which++;
-    }
     *contexts = walk->contexts + COUNTS * (which < CLASSES ? which : CLASSES - 1);
     *most = walk->left < walk->size ? walk->left : walk->size;
     return walk->left > elsewhere ? walk->left - elsewhere : 0;

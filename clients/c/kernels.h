@@ -10,7 +10,7 @@
 
 #include "cfedavg.h"
 
-#define KERNELS 4 /* rises when a function below changes its arguments or its result */
+#define KERNELS 4 /* rises when a function that Python calls, here or in cfedavg.h, or a struct changes */
 #define NO_ROOM (-1)
 #define MOST_CELLS ((int64_t)1 << 56) /* of a vector; sums of positions stay in 64 bits */
 

@@ -16,9 +16,12 @@
 
 /* Compile a function for processors with wider vectors too; the library takes the best when it is loaded. This
  * needs glibc. Comparisons have the same result everywhere. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GLIBC__) && defined(__has_attribute) && !defined(__clang__)
+#if __has_attribute(target_clones)
 #define WIDE_VECTORS __attribute__((target_clones("default", "avx2")))
-#else
+#endif
+#endif
+#ifndef WIDE_VECTORS
 #define WIDE_VECTORS
 #endif
 

@@ -381,7 +381,8 @@ def test_nothing_that_lies_in_the_current_folder_runs(tmp_path: Path) -> None:
         (tmp_path / f"{name}.py").write_text(f"import os\nos.mkdir({str(mark)!r})\n")
     (tmp_path / ".numba_config.yaml").write_text("cache_dir: planted cache\n")
     command = Path(sys.executable).with_name("cfedavg")
-    for arguments in (["run", *SMALL, "--workers", "2", "--out", "."], ["report", "."]):
+    convolutions = ["run", *SMALL, "--model", "lenet", "--out", "convolutions"]
+    for arguments in (["run", *SMALL, "--workers", "2", "--out", "."], convolutions, ["report", "."]):
         done = subprocess.run([command, *arguments], cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert not [path.name for path in tmp_path.glob("* ran")]

@@ -18,7 +18,7 @@ from cfedavg.core.bases import Factors, Rotation
 from cfedavg.core.payload import Floats, Levels, Mask
 from cfedavg.wire.coordinates import where_of
 from cfedavg.wire.frame import DTYPES, Kind, Where
-from cfedavg.wire.library import CLimits, CPayload, CSender, CTensor
+from cfedavg.wire.library import CLimits, CPayload, CSender, list_tensors
 from cfedavg.wire.values import kind_of
 
 FOLDER = Path(__file__).parents[2] / "clients" / "c"
@@ -91,11 +91,7 @@ def check(code: int) -> None:
 @cache
 def make_layout(layout: Layout) -> Any:
     """Return the C library's layout, which lives as long as the tests do."""
-    tensors = (CTensor * len(layout.names))()
-    for tensor, name, shape, dtype in zip(tensors, layout.names, layout.shapes, layout.dtypes, strict=True):
-        tensor.name, tensor.dtype = name.encode(), dtype.encode()
-        tensor.shape, tensor.axes = (U64 * len(shape))(*shape), len(shape)
-    made = POINTER()
+    tensors, made = list_tensors(layout), POINTER()
     check(library().cfedavg_make_layout(tensors, SIZE(len(tensors)), c.byref(made)))
     return made
 
@@ -160,7 +156,7 @@ def encode(payload: Payload, layout: Layout, client: int = 0, sequence: int = 0,
 def take(data: Any, length: Any) -> bytes:
     """Return bytes that C has allocated, and free them."""
     found = c.string_at(data, length.value)
-    c.CDLL(None).free(data)
+    library().cfedavg_free_bytes(data)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,12 @@ def test_there_is_one_for_every_kernel_that_python_calls(both: Both) -> None:
             assert hasattr(module, name)
     assert set(native._CALLS) == {name for names in MODULES.values() for name in names}
     assert native.find("put_gaps") is None
+
+
+def test_the_package_runs_by_its_library() -> None:
+    """Where there is a compiler, `make install` builds the library, anew when its sources have changed."""
+    wanted = os.environ.get("CFEDAVG_KERNELS") or "c"
+    assert wanted == kernels.WAY, "the C library is of another version: run `make install`"
 
 
 def test_without_a_library_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +300,7 @@ def test_draws(both: Both) -> None:
     for word, keep, room in ((0, 2**52, 100), (-5, 2**53 // 10, 3), (2**63 - 1, 0, 5), (7, 2**53, 1000)):
         _, c = both(keys, "_draw")
         found, expected = np.zeros(room, np.int64), np.zeros(room, np.int64)
-        assert c(word, keep, 1000, found) == keys.draw_into(word, keep, 1000, expected)
+        assert c(word, keep, 1000, found) == keys._draw_by_numpy(word, keep, 1000, expected)
         assert (found == expected).all()
         assert c(np.int64(word), np.uint64(keep), np.int32(1000), found) == c(word, keep, 1000, found)
         assert c(np.uint64(word % 2**64), keep, 1000, found) == c(word, keep, 1000, found)

@@ -23,6 +23,7 @@ from cfedavg.core.bases import Factors, Rotation
 from cfedavg.core.payload import Floats, Levels, Mask, blocks
 from cfedavg.wire import library
 from cfedavg.wire.coordinates import where_of
+from cfedavg.wire.library import CTensor
 from tests.clients import library as lib
 from tests.clients.library import needs_compiler
 from tests.core.test_payload import assert_same
@@ -280,7 +281,7 @@ def test_schema_of_any_name(name: str) -> None:
     "tensor", [(b"\xff", 2), (b"\xc0\x80", 2), (b"\xed\xa0\x80", 2), (b"\xe2\x82", 2), (b"w", 2**57)]
 )
 def test_layouts_that_are_refused(tensor: tuple[bytes, int]) -> None:
-    made, given = lib.POINTER(), lib.CTensor(tensor[0], b"float32", (lib.U64 * 1)(tensor[1]), 1)
+    made, given = lib.POINTER(), CTensor(tensor[0], b"float32", (lib.U64 * 1)(tensor[1]), 1)
     assert lib.library().cfedavg_make_layout(c.byref(given), lib.SIZE(1), c.byref(made)) == 2
 
 

@@ -61,6 +61,7 @@ def test_the_sender_is_checked() -> None:
         ({"kmax": 0}, "at most 0"),
         ({"max_bytes": 90}, "at most 90 bytes"),
         ({"max_bytes": 0}, "at most 0 bytes"),
+        ({"client": 5, "sequence": 7, "max_bytes": 90.0}, "at most 90.0 bytes"),
     ):
         with pytest.raises(WireError, match=words):
             decode(data, layout=LAYOUT, **wrong)
@@ -98,6 +99,10 @@ def test_arrays_of_another_form_are_copied() -> None:
         payload.d, payload.offsets, payload.indices.astype(np.uint32)[::1], Floats(wide[::2], "bf16")
     )
     assert encode(strided, LAYOUT) == encode(payload, LAYOUT)
+    shifted = np.frombuffer(b"\0" + payload.indices.tobytes(), np.int64, offset=1)
+    assert not shifted.flags.aligned
+    unaligned = Payload(payload.d, payload.offsets, shifted, payload.values)
+    assert encode(unaligned, LAYOUT) == encode(payload, LAYOUT)
     big = Payload(
         payload.d, payload.offsets, payload.indices.astype(">i8"), Floats(wide[::2].astype(">i2"), "bf16")
     )

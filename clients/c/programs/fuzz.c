@@ -120,7 +120,7 @@ static void encode_again(const cfedavg_payload *payload, const cfedavg_header *h
         fail("is another payload", "decode what was encoded");
     }
     cfedavg_free_payload(&other);
-    free(again);
+    cfedavg_free_bytes(again);
     if (payload->where == CFEDAVG_ROTATED || payload->where == CFEDAVG_FACTORED) {
         error = cfedavg_expand(golden->layout, payload, &other);
         if (error || other.k != payload->d) {

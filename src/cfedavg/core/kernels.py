@@ -34,7 +34,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @cache
-def _import_numba() -> ModuleType:
+def import_numba() -> ModuleType:
+    """Import numba with safe settings. Nothing in the package may import it before this has been called."""
     # numba reads `.numba_config.yaml` in the current folder; the file may be somebody else's. These two
     # settings choose the cache, and code in a cache is run. A value in the environment wins over the file.
     os.environ.setdefault("NUMBA_CACHE_DIR", "")
@@ -56,11 +57,12 @@ def choose_way(wanted: str) -> str:
             return "c"
         if wanted:
             raise InputError(
-                "the environment variable CFEDAVG_KERNELS is c, but cfedavg has no C library here"
+                "the environment variable CFEDAVG_KERNELS is c, but cfedavg has no C library here, or one of "
+                "another version"
             )
     if wanted in ("", "numba"):
         try:
-            _import_numba()
+            import_numba()
         except ImportError:  # not installed, or not for this version of NumPy
             if wanted:
                 raise
@@ -97,7 +99,7 @@ def compile_loop(function: F) -> F:
 
     The compiled function runs without Python's global lock.
     """
-    compile_it = _import_numba().njit(nogil=True, error_model="numpy")
+    compile_it = import_numba().njit(nogil=True, error_model="numpy")
     compiled: Any = compile_it(function)
     # numba recompiles a function when the function's own file has changed. But machine code includes the
     # kernels that it calls, also from other files of the folder: a change in any file must recompile all.

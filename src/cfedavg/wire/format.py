@@ -176,12 +176,9 @@ def decode(
     or `sequence` is given, the message's header must hold the same number.
     """
     most = 16 * layout.d + 65536 if max_bytes is None else max_bytes
-    found = library.decode(data, layout, kmax, most)
-    if found is not None:
-        sender, payload = found
-        if client in (None, sender.client) and sequence in (None, sender.sequence):
-            return payload
-    return _decode_sections(data, layout, kmax, most, client, sequence)
+    given = data, layout, kmax, most, client, sequence
+    payload = library.decode(*given)
+    return _decode_sections(*given) if payload is None else payload
 
 
 def _decode_sections(
@@ -219,7 +216,7 @@ def needs_compiling() -> bool:
 def compile_coders() -> None:
     """Compile all coders and keep their machine code on disk, by coding a small message of every kind.
 
-    Without numba there is nothing to compile.
+    There is nothing to compile unless numba runs the kernels.
     """
     if WAY != "numba":
         return

@@ -1,10 +1,11 @@
-"""Messages of listed coordinates by the C library, a whole one in one call: the bytes of `format`, sooner.
+"""Encode and decode messages of listed coordinates in one call of the C library.
 
-In one call the interpreter has little to do, which counts most where its code and data have left the
-processor's cache. Messages of other coordinates would gain nothing: NumPy and zlib copy their values faster.
+The bytes are those that `format` makes in Python. In one call the interpreter has little to do, which counts
+most where its code and data have left the processor's cache. Messages of other coordinates would gain
+nothing: NumPy and zlib copy their values faster.
 
-`encode` and `decode` return None where the library is absent, has no such message, or refuses it. Then the
-coders in Python do the work, or say in a sentence what is wrong.
+`encode` and `decode` return None where the library is absent, does not handle such messages, or refuses one.
+Then the coders in Python do the work, or say in a sentence what is wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from cfedavg.core import native
 from cfedavg.core.kernels import WAY
 from cfedavg.core.layout import Layout
-from cfedavg.core.payload import Floats, Levels, Payload
+from cfedavg.core.payload import Floats, Levels, Payload, blocks
 from cfedavg.wire.coordinates import where_of
 from cfedavg.wire.frame import DTYPES, Kind, Where
 from cfedavg.wire.values import kind_of
@@ -36,7 +37,6 @@ _TYPES: dict[str, tuple[Any, ...]] = {
     "free_payload": (None, POINTER),
 }
 WHERE = 5  # the place of `where` in a header
-LISTS = bytes([Where.LISTED, Where.CHUNKED])
 
 
 # The types of clients/c/cfedavg.h.
@@ -81,9 +81,7 @@ def encode(payload: Payload, layout: Layout, sender: Sender) -> bytes | None:
     """Encode the payload of one client, whose arrays have the right dtypes and lengths."""
     values = payload.values
     scaled = (values.block, values.top) if isinstance(values, Levels) else (0, 0)
-    limits = zip((*sender, *scaled), (64, 64, 32, 32, 16), strict=True)
-    # C would cut off the upper bits.
-    fits = all(isinstance(n, int | np.integer) and 0 <= n < 1 << bits for n, bits in limits)
+    fits = all(map(_fits, (*sender, *scaled), (64, 64, 32, 32, 16)))
     handle = make_layout(layout) if WAY == "c" and fits and where_of(payload) is Where.LISTED else None
     if handle is None:
         return None
@@ -92,30 +90,38 @@ def encode(payload: Payload, layout: Layout, sender: Sender) -> bytes | None:
     results = c.byref(message), c.byref(length)
     if handle.library.cfedavg_encode(handle.layout, c.byref(made), c.byref(CSender(*sender)), 0, *results):
         return None
-    data = c.string_at(message, length.value)
-    handle.library.cfedavg_free_bytes(message)
-    return data
+    try:
+        return c.string_at(message, length.value)
+    finally:
+        handle.library.cfedavg_free_bytes(message)
 
 
 def decode(
-    data: bytes, layout: Layout, most_values: int | None, most_bytes: int
-) -> tuple[Sender, Payload] | None:
-    """Decode a message of at most `most_bytes` bytes and `most_values` values (None: as many as fit).
-
-    Return its sender and its payload.
-    """
-    most = most_bytes, layout.d if most_values is None else most_values
-    fits = all(0 < n < 1 << 64 for n in most) and data[WHERE : WHERE + 1] in LISTS and len(data) > WHERE
-    handle = make_layout(layout) if WAY == "c" and fits else None
+    data: bytes, layout: Layout, kmax: int | None, max_bytes: int, client: int | None, sequence: int | None
+) -> Payload | None:
+    """Decode a message of a client and with a sequence number (None: of any); see `format.decode`."""
+    data, most = bytes(data), (max_bytes, layout.d if kmax is None else kmax)
+    is_list = len(data) > WHERE and data[WHERE] in (Where.LISTED, Where.CHUNKED)
+    fits = all(_fits(n, 64) and n > 0 for n in most)  # 0 stands for the default in C
+    handle = make_layout(layout) if WAY == "c" and is_list and fits else None
     if handle is None:
         return None
     made, header, limits = CPayload(), CHeader(), CLimits(*most)
+    if _fits(client, 64) and _fits(sequence, 64):
+        limits.knows_sender, limits.client, limits.sequence = 1, client, sequence
     results = c.byref(made), c.byref(header)
-    if handle.library.cfedavg_decode(bytes(data), len(data), handle.layout, c.byref(limits), *results):
+    if handle.library.cfedavg_decode(data, len(data), handle.layout, c.byref(limits), *results):
         return None
-    payload = _from_c(made)
-    handle.library.cfedavg_free_payload(c.byref(made))
-    return Sender(header.sender.client, header.sender.sequence, header.sender.round), payload
+    try:
+        known = client in (None, header.sender.client) and sequence in (None, header.sender.sequence)
+        return _from_c(made) if known else None
+    finally:
+        handle.library.cfedavg_free_payload(c.byref(made))
+
+
+def _fits(number: Any, bits: int) -> bool:
+    """Return whether a number is whole and fits a field of C, which would cut off its upper bits."""
+    return isinstance(number, int | np.integer) and 0 <= int(number) < 1 << bits
 
 
 class Handle:
@@ -131,16 +137,20 @@ class Handle:
 @lru_cache(maxsize=64)
 def make_layout(layout: Layout) -> Handle | None:
     """Return a layout for C; None if the library is absent or refuses it."""
-    library = _load()
-    tensors = (CTensor * len(layout.names))()
-    for tensor, name, shape, dtype in zip(tensors, layout.names, layout.shapes, layout.dtypes, strict=True):
-        tensor.name, tensor.dtype = (text.encode("utf-8", "surrogatepass") for text in (name, dtype))
-        tensor.shape, tensor.axes = (U64 * len(shape))(*shape), len(shape)
-    made = POINTER()
+    library, tensors, made = _load(), list_tensors(layout), POINTER()
     if library is None or library.cfedavg_make_layout(tensors, len(tensors), c.byref(made)):
         return None
     handle = Handle(library, made)  # a name with a zero in it ends there in C, so it has another hash
     return handle if library.cfedavg_schema(made) == layout.schema_hash else None
+
+
+def list_tensors(layout: Layout) -> Any:
+    """Return the tensors of a layout for `cfedavg_make_layout`."""
+    tensors = (CTensor * len(layout.names))()
+    for tensor, name, shape, dtype in zip(tensors, layout.names, layout.shapes, layout.dtypes, strict=True):
+        tensor.name, tensor.dtype = (text.encode("utf-8", "surrogatepass") for text in (name, dtype))
+        tensor.shape, tensor.axes = (U64 * len(shape))(*shape), len(shape)
+    return tensors
 
 
 @cache
@@ -159,10 +169,10 @@ def _to_c(payload: Payload) -> tuple[CPayload, list[Array]]:
     values, kind, k = payload.values, kind_of(payload.values), payload.counts()[0]
     kind = Kind.INT8 if kind is Kind.FEW else kind  # FEW stands in headers only
     data = values.data if isinstance(values, Floats) else values.levels
-    arrays = [np.ascontiguousarray(payload.indices, np.int64), np.ascontiguousarray(data, DTYPES[kind])]
+    arrays = [native.readable(payload.indices, np.int64), native.readable(data, _dtype(kind))]
     made = CPayload(payload.d, k, Where.LISTED, kind)
     if isinstance(values, Levels):
-        arrays.append(np.ascontiguousarray(values.scales, np.float32))
+        arrays.append(native.readable(values.scales, np.float32))
         made.scales, made.block, made.top = arrays[-1].ctypes.data, values.block, values.top
     made.indices, made.values = arrays[0].ctypes.data, arrays[1].ctypes.data
     return made, arrays
@@ -171,18 +181,22 @@ def _to_c(payload: Payload) -> tuple[CPayload, list[Array]]:
 def _from_c(made: CPayload) -> Payload:
     """Return a payload with copies of the arrays of C's payload."""
     kind, k = Kind(made.kind), made.k
-    data = _copy(made.values, DTYPES[kind], k)
+    data, per_level = _copy(made.values, _dtype(kind), k), kind is Kind.PER_LEVEL
     values: Floats | Levels
     if kind.is_float:
         values = Floats(data, kind.name.lower())
     else:
-        values = Levels(data, data, made.block, made.top, per_level=kind is Kind.PER_LEVEL)
-        scales = _copy(made.scales, np.dtype(np.float32), values.count_scales(k))
-        values = Levels(data, scales, made.block, made.top, values.per_level)
-    return Payload(made.d, np.array([0, k]), _copy(made.indices, np.dtype(np.int64), k), values)
+        scales = blocks(k, made.block) * (made.top if per_level else 1)
+        values = Levels(data, _copy(made.scales, np.float32, scales), made.block, made.top, per_level)
+    return Payload(made.d, np.array([0, k]), _copy(made.indices, np.int64, k), values)
 
 
-def _copy(address: int | None, dtype: np.dtype[Any], n: int) -> Array:
+def _dtype(kind: Kind) -> np.dtype[Any]:
+    """Return the dtype of values in C: numbers in the order of bytes of this machine."""
+    return DTYPES[kind].newbyteorder("=")
+
+
+def _copy(address: int | None, dtype: Any, n: int) -> Array:
     found = np.empty(n, dtype)
     if address and n:
         c.memmove(found.ctypes.data, address, found.nbytes)

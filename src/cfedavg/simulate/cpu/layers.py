@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from cfedavg.core.kernels import import_numba
+
 FEW = 4  # channels of images for which oneDNN's convolutions are slow
 LANES = 16  # channels are handled in groups of so many
 LARGE = 2**20  # products of a linear layer, below which the call costs more than the arithmetic
@@ -24,6 +26,7 @@ LARGE = 2**20  # products of a linear layer, below which the call costs more tha
 @cache
 def _kernels() -> ModuleType:
     """Return the compiled loops. To import them takes a third of a second, and many runs need none."""
+    import_numba()
     from cfedavg.simulate.cpu import kernels
 
     return kernels

@@ -122,6 +122,8 @@ def takes_fast_layers(task: Task, config: Config) -> bool:
                     value.backward()  # type: ignore[no-untyped-call]
                 grads = [p.grad.reshape(-1) for p in mine.parameters() if p.grad is not None]
                 found.append(torch.cat([value.detach().reshape(1), *grads]).double())
+    except ModuleNotFoundError:  # numba is not installed; the error says what to install
+        raise
     except Exception:
         return False
     theirs, mine = found
