@@ -191,10 +191,8 @@ def draw_into(key: int, keep: int, d: int, indices: np.ndarray) -> int:
 
 @cache
 def _compile_draw() -> Callable[..., int]:
-    from cfedavg.core.kernels import (
-        is_plain,
-        kernel,
-    )  # here, since numba, where it is needed, takes long to start
+    # Here, since numba takes long to start where it is needed.
+    from cfedavg.core.kernels import is_plain, kernel
 
     compiled = kernel(_draw)
     return _draw_by_numpy if is_plain(compiled) else compiled

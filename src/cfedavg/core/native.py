@@ -82,7 +82,7 @@ def _load(path: Path) -> ctypes.CDLL | None:
     return library
 
 
-def readable(array: Any, dtype: Any = None) -> Array:
+def ready(array: Any, dtype: Any = None) -> Array:
     """Return an array that C can read: contiguous, aligned and in `dtype` (None: in its own)."""
     found = np.ascontiguousarray(array, dtype)
     return found if found.flags.aligned else found.copy()
@@ -117,11 +117,7 @@ def _encode_chunks(library: Any, words: Array, indices: Array, d: int, shapes: A
 
 
 def _encode_places(encode: Any, words: Array, indices: Array, d: int, shapes: Array, *chunk: int) -> int:
-    words, indices, shapes = (
-        _filled(words, np.uint32),
-        readable(indices, np.int64),
-        readable(shapes, np.int64),
-    )
+    words, indices, shapes = _filled(words, np.uint32), ready(indices, np.int64), ready(shapes, np.int64)
     n = encode(_at(words), len(words), _at(indices), len(indices), d, _at(shapes), len(shapes), *chunk)
     return _fitting(n, words)
 
@@ -142,11 +138,7 @@ def _decode_chunks(library: Any, words: Array, indices: Array, d: int, shapes: A
 
 
 def _decode_places(decode: Any, words: Array, indices: Array, d: int, shapes: Array) -> tuple[int, int]:
-    words, indices, shapes = (
-        readable(words, np.uint32),
-        _filled(indices, np.int64),
-        readable(shapes, np.int64),
-    )
+    words, indices, shapes = ready(words, np.uint32), _filled(indices, np.int64), ready(shapes, np.int64)
     read = ctypes.c_int64()
     fault: int = decode(
         _at(words), len(words), _at(indices), len(indices), d, _at(shapes), len(shapes), ctypes.byref(read)
@@ -155,22 +147,22 @@ def _decode_places(decode: Any, words: Array, indices: Array, d: int, shapes: Ar
 
 
 def _are_increasing(library: Any, indices: Array, d: int) -> bool:
-    indices = readable(indices, np.int64)
+    indices = ready(indices, np.int64)
     return bool(library.cfedavg_are_increasing(_at(indices), len(indices), d))
 
 
 def _list_ones(library: Any, bits: Array, found: Array) -> None:
-    bits, found = readable(bits, np.uint64), _filled(found, np.int64)
+    bits, found = ready(bits, np.uint64), _filled(found, np.int64)
     library.cfedavg_list_ones(_at(bits), len(bits), _at(found), len(found))
 
 
 def _encode_numbers(library: Any, words: Array, numbers: Array, *rest: Any) -> int:
-    words, numbers = _filled(words, np.uint32), readable(numbers, np.uint16)
+    words, numbers = _filled(words, np.uint32), ready(numbers, np.uint16)
     return _fitting(_code_numbers(library.cfedavg_encode_numbers, words, numbers, *rest), words)
 
 
 def _decode_numbers(library: Any, words: Array, numbers: Array, *rest: Any) -> int:
-    words, numbers = readable(words, np.uint32), _filled(numbers, np.uint16)
+    words, numbers = ready(words, np.uint32), _filled(numbers, np.uint16)
     return _checked(_code_numbers(library.cfedavg_decode_numbers, words, numbers, *rest))
 
 
@@ -183,7 +175,7 @@ def _code_numbers(
     zero_has_sign: bool,
     largest: int,
 ) -> int:
-    indices, row_ends = readable(indices, np.int64), readable(row_ends, np.int64)
+    indices, row_ends = ready(indices, np.int64), ready(row_ends, np.int64)
     n: int = code(
         _at(words), len(words), _at(numbers), len(numbers), _at(indices) if len(indices) else None,
         _at(row_ends), len(row_ends), zero_has_sign, largest,
@@ -192,19 +184,19 @@ def _code_numbers(
 
 
 def _encode_levels(library: Any, words: Array, numbers: Array, *rest: Any) -> int:
-    words, numbers = _filled(words, np.uint32), readable(numbers, np.uint16)
+    words, numbers = _filled(words, np.uint32), ready(numbers, np.uint16)
     return _fitting(_code_levels(library.cfedavg_encode_levels, words, numbers, *rest), words)
 
 
 def _decode_levels(library: Any, words: Array, numbers: Array, *rest: Any) -> int:
-    words, numbers = readable(words, np.uint32), _filled(numbers, np.uint16)
+    words, numbers = ready(words, np.uint32), _filled(numbers, np.uint16)
     return _checked(_code_levels(library.cfedavg_decode_levels, words, numbers, *rest))
 
 
 def _code_levels(
     code: Any, words: Array, numbers: Array, indices: Array, shapes: Array, least: int, top: int
 ) -> int:
-    indices, shapes = readable(indices, np.int64), readable(shapes, np.int64)
+    indices, shapes = ready(indices, np.int64), ready(shapes, np.int64)
     n: int = code(
         _at(words), len(words), _at(numbers), len(numbers), _at(indices) if len(indices) else None,
         _at(shapes), len(shapes), least, top,
@@ -213,25 +205,25 @@ def _code_levels(
 
 
 def _find_bound(library: Any, bits: Array, k: int, stride: int, slack: int, width: int) -> int:
-    bits = readable(bits)
+    bits = ready(bits)
     found: int = library.cfedavg_find_bound(_at(bits), bits.itemsize, len(bits), k, stride, slack, width)
     return found
 
 
 def _collect(library: Any, values: Array, bound: float, found: Array) -> int:
-    values, found = readable(values), _filled(found, np.int64)
+    values, found = ready(values), _filled(found, np.int64)
     n: int = library.cfedavg_collect(_at(values), values.itemsize, len(values), bound, _at(found))
     return n
 
 
 def _pick(library: Any, bits: Array, found: Array, width: int, indices: Array) -> int:
-    bits, found, indices = readable(bits), readable(found, np.int64), _filled(indices, np.int64)
+    bits, found, indices = ready(bits), ready(found, np.int64), _filled(indices, np.int64)
     arguments = _at(bits), bits.itemsize, _at(found), len(found), width, _at(indices), len(indices)
     return _checked(library.cfedavg_pick(*arguments))
 
 
 def _squares(library: Any, v: Array) -> float:
-    v = readable(v)
+    v = ready(v)
     found: float = library.cfedavg_squares(_at(v), v.itemsize, len(v))
     return found
 
@@ -246,8 +238,8 @@ def _add(
     library: Any, w: Array, at: Array, numbers: Array, scales: Array, block: int, i: int, stop: int
 ) -> int:
     add = library.cfedavg_add if w.dtype == np.float32 else library.cfedavg_add_to_bf16
-    w, at, numbers = _filled(w, np.float32, np.int16), readable(at, np.int64), readable(numbers)
-    scales, format = readable(scales, np.float32), _FORMATS[numbers.dtype.name]
+    w, at, numbers = _filled(w, np.float32, np.int16), ready(at, np.int64), ready(numbers)
+    scales, format = ready(scales, np.float32), _FORMATS[numbers.dtype.name]
     n: int = add(_at(w), _at(at), len(at), _at(numbers), format, _at(scales), block, i, min(stop, len(w)))
     return n
 

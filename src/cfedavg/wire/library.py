@@ -169,10 +169,10 @@ def _to_c(payload: Payload) -> tuple[CPayload, list[Array]]:
     values, kind, k = payload.values, kind_of(payload.values), payload.counts()[0]
     kind = Kind.INT8 if kind is Kind.FEW else kind  # FEW stands in headers only
     data = values.data if isinstance(values, Floats) else values.levels
-    arrays = [native.readable(payload.indices, np.int64), native.readable(data, _dtype(kind))]
+    arrays = [native.ready(payload.indices, np.int64), native.ready(data, _dtype(kind))]
     made = CPayload(payload.d, k, Where.LISTED, kind)
     if isinstance(values, Levels):
-        arrays.append(native.readable(values.scales, np.float32))
+        arrays.append(native.ready(values.scales, np.float32))
         made.scales, made.block, made.top = arrays[-1].ctypes.data, values.block, values.top
     made.indices, made.values = arrays[0].ctypes.data, arrays[1].ctypes.data
     return made, arrays
