@@ -17,7 +17,7 @@ import json
 import math
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -35,13 +35,25 @@ BASE = (
     "pytest", "sympy", "transformers",
 )  # fmt: skip
 SIZES = {"small": (128, 4, 4), "medium": (384, 6, 6)}  # width, blocks, heads; small is for a CPU
-# Compressors up and down.
+
+
+class Setting(NamedTuple):
+    """The parts of a federation: compressors up and down, the clients' feedback, and the server's rate."""
+
+    up: str = "none"
+    down: str = "none"
+    feedback: str = "ef"
+    eta: float = 1.0
+
+
+SPARSE = Setting("topk(0.8) >> sign", "topk(0.98) >> sign", feedback="none")
 SETTINGS = {
-    "dense": ("none", "none"),
-    "bf16": ("bf16", "bf16"),
-    "5%, 3 bits": ("topk(0.95) >> int3(256)", "topk(0.95) >> int3(256)"),
-    "10% up, 2% down, 3 bits": ("topk(0.9) >> int3(256)", "topk(0.98) >> int3(256)"),
-    "30% up, 2% down, 3 bits": ("topk(0.7) >> int3(256)", "topk(0.98) >> int3(256)"),
+    "dense": Setting(),
+    "bf16": Setting("bf16", "bf16"),
+    "30% up, 3% down, ef": Setting("topk(0.7) >> sign", "topk(0.97) >> sign"),
+    "30% up, 3% down": Setting("topk(0.7) >> sign", "topk(0.97) >> sign", feedback="none"),
+    "20% up, 2% down": SPARSE,
+    "20% up, 2% down, eta 1.4": SPARSE._replace(eta=1.4),
 }
 
 
@@ -136,13 +148,14 @@ def federate(given: argparse.Namespace) -> None:
     for setting in given.settings or SETTINGS:
         if (setting, given.seed) in done:
             continue
-        up, down = SETTINGS[setting]
+        parts = SETTINGS[setting]
         config = Config(
             rounds=given.rounds, participation=0.1, local_steps=given.steps, batch_size=16, seed=given.seed,
-            local_optimiser="adamw", eta_local=given.rate, compressor=up, compressor_down=down,
-            eval_every=given.every, device=given.device, precision=given.precision,
+            local_optimiser="adamw", eta_local=given.rate, eta=parts.eta, compressor=parts.up,
+            compressor_down=parts.down, feedback=parts.feedback, eval_every=given.every, device=given.device,
+            precision=given.precision,
         )  # fmt: skip
-        about = {"setting": setting, "seed": given.seed, "up": up, "down": down, "adapters": sent,
+        about = {"setting": setting, "seed": given.seed, **parts._asdict(), "adapters": sent,
                  "pretrained_steps": saved["steps"], "size": saved["size"]}  # fmt: skip
         task = Task(model, clients, test=held_out, name="adapters")
         run(config, task, callbacks=[Keep(about, given.out)], progress=False)
