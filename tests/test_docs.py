@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import adapters, both_ways_tables, coders_tables, footprint, modules, tune
+from bench import adapters, both_ways_tables, coders_tables, footprint, guard_table, modules, tune
 from scripts import try_docs
 
 from cfedavg import run
@@ -245,6 +245,10 @@ def test_tables_of_the_tuner(path: Path) -> None:
     reached = {(line["arm"], line["seed"]): line["test_accuracy"] for line in lines}
     assert len(reached) == 9
     assert all(reached["tuned", seed] > reached["default", seed] for seed in range(3))
+
+
+def test_table_of_the_guard() -> None:
+    assert guard_table.table() in (ROOT / "docs" / "parts.md").read_text()
 
 
 def test_table_of_adapters() -> None:
