@@ -7,23 +7,13 @@
 
 #include "allocate.h"
 #include "kernels.h"
+#include "vectors.h"
 
 #define BINS 13     /* the leading bits that decide an entry's bin */
 #define LINE 16     /* entries that are sampled together: a cache line */
 #define SAMPLES 256 /* lines that are sampled */
 #define DIGIT 11    /* bits of one step of the radix select */
 #define PART 4096   /* entries that `cfedavg_collect` compares at once, for vector instructions */
-
-/* Compile a function for processors with wider vectors too; the library takes the best when it is loaded. This
- * needs glibc. Comparisons have the same result everywhere. */
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__has_attribute) && !defined(__clang__)
-#if __has_attribute(target_clones)
-#define WIDE_VECTORS __attribute__((target_clones("default", "avx2")))
-#endif
-#endif
-#ifndef WIDE_VECTORS
-#define WIDE_VECTORS
-#endif
 
 static uint64_t bits_at(const void *bits, int size, int64_t i)
 {

@@ -4,6 +4,9 @@
 #include <string.h>
 
 #include "kernels.h"
+#include "vectors.h"
+
+#define PART 256 /* values that are added to bf16 numbers at once, for vector instructions */
 
 static const float TOP = FLT_MAX, TOP_BF16 = 0x1.FEp127F;
 
@@ -102,21 +105,52 @@ static uint16_t add_one(uint16_t bits, float value)
     return (uint16_t)(word != 0x8000 ? word : 0); /* no -0 */
 }
 
+/* Do what `add_one` does for n numbers, whose bits are the upper halves of `words`. */
+WIDE_VECTORS static void add_values(uint32_t *words, const float *values, int64_t n)
+{
+    for (int64_t j = 0; j < n; j++) {
+        uint32_t word = words[j];
+        float sum;
+
+        memcpy(&sum, &word, sizeof sum);
+        sum = clamp(sum + clamp(values[j], TOP), TOP_BF16);
+        memcpy(&word, &sum, sizeof word);
+        word = (word + ((word >> 16) & 1) + 0x7FFF) >> 16;
+        words[j] = word != 0x8000 ? word : 0;
+    }
+}
+
+/* Add n values, at most PART: numbers[first] times the scale and so on, at coordinates `at`. */
+static void add_part(uint16_t *w, const int64_t *at, const void *numbers, int format, int64_t first, float scale,
+                     int64_t n)
+{
+    uint32_t words[PART];
+    float values[PART] = {0};
+
+    for (int64_t j = 0; j < n; j++) {
+        words[j] = (uint32_t)w[at[j]] << 16;
+        values[j] = number_at(numbers, format, first + j) * scale;
+    }
+    add_values(words, values, n);
+    for (int64_t j = 0; j < n; j++) {
+        w[at[j]] = (uint16_t)words[j];
+    }
+}
+
 int64_t cfedavg_add_to_bf16(uint16_t *w, const int64_t *at, int64_t n, const void *numbers, int format,
                             const float *scales, int64_t block, int64_t first, int64_t stop)
 {
     int64_t i = first;
 
-    while (i < n) {
+    while (i < n && at[i] < stop) {
         int64_t end = end_of_block(i, block, n);
-        float scale = scales[i / block];
 
-        for (; i < end; i++) {
-            if ((uint64_t)at[i] >= (uint64_t)stop) {
-                return i;
-            }
-            w[at[i]] = add_one(w[at[i]], number_at(numbers, format, i) * scale);
+        end = end - i < PART ? end : i + PART;
+        while (at[end - 1] >= stop) {
+            end--;
         }
+        add_part(w, at + i, numbers, format, i, scales[i / block], end - i);
+        i = end;
     }
     return i;
 }
