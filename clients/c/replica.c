@@ -92,31 +92,23 @@ void cfedavg_receive(float *w, const cfedavg_payload *payload)
     }
 }
 
-/* Add to bf16 bits and round to the nearest, ties to even. */
-static uint16_t add_one(uint16_t bits, float value)
+/* Add a value to the bf16 number whose bits are the upper half of `word`; return the bits of the sum. Round to the
+ * nearest, ties to even. */
+static uint32_t add_one(uint32_t word, float value)
 {
-    uint32_t word = (uint32_t)bits << 16;
     float sum;
 
     memcpy(&sum, &word, sizeof sum);
     sum = clamp(sum + clamp(value, TOP), TOP_BF16);
     memcpy(&word, &sum, sizeof word);
     word = (word + ((word >> 16) & 1) + 0x7FFF) >> 16;
-    return (uint16_t)(word != 0x8000 ? word : 0); /* no -0 */
+    return word != 0x8000 ? word : 0; /* no -0 */
 }
 
-/* Do what `add_one` does for n numbers, whose bits are the upper halves of `words`. */
 WIDE_VECTORS static void add_values(uint32_t *words, const float *values, int64_t n)
 {
     for (int64_t j = 0; j < n; j++) {
-        uint32_t word = words[j];
-        float sum;
-
-        memcpy(&sum, &word, sizeof sum);
-        sum = clamp(sum + clamp(values[j], TOP), TOP_BF16);
-        memcpy(&word, &sum, sizeof word);
-        word = (word + ((word >> 16) & 1) + 0x7FFF) >> 16;
-        words[j] = word != 0x8000 ? word : 0;
+        words[j] = add_one(words[j], values[j]);
     }
 }
 
@@ -142,7 +134,7 @@ int64_t cfedavg_add_to_bf16(uint16_t *w, const int64_t *at, int64_t n, const voi
 {
     int64_t i = first;
 
-    while (i < n && at[i] < stop) {
+    while (i < n && (uint64_t)at[i] < (uint64_t)stop) {
         int64_t end = end_of_block(i, block, n);
 
         end = end - i < PART ? end : i + PART;
@@ -160,6 +152,6 @@ void cfedavg_receive_bf16(uint16_t *w, const cfedavg_payload *payload)
     for (uint64_t i = 0; i < payload->k; i++) {
         int64_t at = payload->indices ? payload->indices[i] : (int64_t)i;
 
-        w[at] = add_one(w[at], cfedavg_value(payload, i));
+        w[at] = (uint16_t)add_one((uint32_t)w[at] << 16, cfedavg_value(payload, i));
     }
 }

@@ -314,17 +314,17 @@ def test_adding_to_a_copy(both: Both, rounds_values: bool) -> None:
     for dtype in (np.float32, np.int8, np.int16):
         for block in (1, 7, 1000):
             w = copies.make(
-                (rng.standard_normal(300) * 10.0 ** rng.integers(-44, 39, 300)).astype(np.float32)
+                (rng.standard_normal(1500) * 10.0 ** rng.integers(-44, 39, 1500)).astype(np.float32)
             )
-            at = np.flatnonzero(rng.random(300) < 0.5)
+            at = np.flatnonzero(rng.random(1500) < 0.5)
             numbers = (rng.standard_normal(len(at)) * 100).astype(dtype)
             scales = (10.0 ** rng.integers(-44, 38, -(-len(at) // block))).astype(np.float32)
             made: Floats | Levels = Levels(numbers, scales, block, 32767)
             if dtype == np.float32:
                 made, scales, block = Floats(numbers, "fp32"), np.ones(1, np.float32), 1000
-            expected = copies.receive(w, Payload(300, np.array([0, len(at)]), at, made))
+            expected = copies.receive(w, Payload(1500, np.array([0, len(at)]), at, made))
             found, done = arrays.to_bf16(w) if rounds_values else w.copy(), 0
-            for stop in (0, 100, 290, 400):
+            for stop in (0, 100, 1450, 2000):
                 done = add(found, at, numbers, scales, block, done, stop)
                 assert done == (at < stop).sum()
             assert (arrays.from_bf16(found) if rounds_values else found).tobytes() == expected.tobytes()
