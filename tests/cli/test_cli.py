@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 import shlex
 import subprocess
@@ -387,6 +388,14 @@ def test_nothing_that_lies_in_the_current_folder_runs(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert not [path.name for path in tmp_path.glob("* ran")]
         assert not (tmp_path / "planted cache").exists()
+
+
+def test_a_wrong_environment_variable_is_one_sentence() -> None:
+    command = Path(sys.executable).with_name("cfedavg")
+    environment = os.environ | {"CFEDAVG_KERNELS": "rust"}
+    done = subprocess.run([command, "run"], env=environment, capture_output=True, text=True)
+    sentence = "the environment variable CFEDAVG_KERNELS must be numba, c or python, got 'rust'"
+    assert (done.returncode, done.stderr) == (2, f"error: {sentence}\n")
 
 
 def test_config_round_trip() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
+from cfedavg.core.errors import InputError
 from cfedavg.core.extras import explain
 from cfedavg.core.interrupts import end_process, handle_stops, leave
 from cfedavg.core.system import BROKEN_PIPE
@@ -56,7 +57,10 @@ def main() -> None:
 
 
 def _run_command() -> int:
-    """Run the typed command and return its exit code; if a library is missing, say in one sentence which."""
+    """Run the typed command and return its exit code.
+
+    If a library is missing, or an environment variable is wrong, the import says so in one sentence.
+    """
     try:
         from cfedavg.cli.commands import run_command
 
@@ -66,6 +70,9 @@ def _run_command() -> int:
             print(f"error: {sentence}", file=sys.stderr)
             return 2
         raise
+    except InputError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 class SafeStream:
